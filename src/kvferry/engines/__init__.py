@@ -1,0 +1,1 @@
+"""Inference engines that use kvferry; ``reference`` is the example to copy."""
