@@ -218,6 +218,15 @@ def from_wire(message: object) -> KVGeometry:
         raise ProtocolError(f"geometry: {error.message}") from error
 
 
+def check_blocks(geometry: KVGeometry, blocks: Any, n_tokens: int) -> I64:
+    """The entries of a block table that hold the first ``n_tokens`` tokens, checked.
+
+    Raises BoundsError for a block out of range or too few blocks, UsageError for wrong types.
+    """
+    _check_tokens(n_tokens, 0)
+    return _table(geometry, blocks, 0, n_tokens, "")
+
+
 def block_spans(geometry: KVGeometry, blocks: Any, n_tokens: int) -> Spans:
     """Where the KV of the first ``n_tokens`` tokens lies in the pool, whole tokens only.
 

@@ -1,0 +1,113 @@
+"""The settings of an engine: one frozen dataclass, the environment read in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kvferry.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "KVFERRY_"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How an engine behaves. Every field can be set by ``KVFERRY_<NAME>`` in the environment.
+
+    name: what logs and errors call this engine; default is made from the process id.
+    transports: names allowed, comma separated in the environment; empty means all that work here.
+    listen: ``host:port`` for TCP, port 0 for any free one, or empty for no TCP at all.
+    advertise: host that peers are told, when it is not the one listened on.
+    insecure: allows listening beyond loopback although nothing is encrypted or authenticated.
+    directory: where the Unix socket lies; both containers must mount it. Default is per user.
+    heartbeat_s, lost_s: send something after so much silence; count the peer lost after so much.
+    connect_s: limit for reaching a peer, hello included.
+    lease_s: how long a claimed offer stays good without a sign of life.
+    offer_s: how long an offer waits to be claimed.
+    transfer_s: deadline of a transfer that names none.
+    transfers_max: transfers in flight at once; one more is a BusyError.
+    peers_max: connections at once.
+    lanes_max: streams per peer and streamed transport.
+    lane_queue_max: transfers waiting for one peer's streams.
+    inline_bytes_max: up to so much a mapped copy runs in the caller's thread.
+    copy_threads: threads for one large copy; 0 means up to four, by the number of cores.
+    ring_bytes, ring_slots: size and number of slots of a ``staged`` ring.
+    """
+
+    name: str = ""
+    transports: tuple[str, ...] = ()
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    insecure: bool = False
+    directory: str = ""
+    heartbeat_s: float = 1.0
+    lost_s: float = 5.0
+    connect_s: float = 5.0
+    lease_s: float = 5.0
+    offer_s: float = 60.0
+    transfer_s: float = 30.0
+    transfers_max: int = 4096
+    peers_max: int = 1024
+    lanes_max: int = 2
+    lane_queue_max: int = 4096
+    inline_bytes_max: int = 1 << 20
+    copy_threads: int = 0
+    ring_bytes: int = 1 << 20
+    ring_slots: int = 4
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                zero_is_fine = field.name == "copy_threads"
+                if value < 0 or (value == 0 and not zero_is_fine):
+                    raise ConfigError(f"{field.name}={value!r}: must be greater than 0")
+        if self.lost_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"lost_s={self.lost_s:g} with heartbeat_s={self.heartbeat_s:g}: one lost "
+                "heart-beat would end a session",
+                fix="set lost_s to at least twice heartbeat_s",
+            )
+        if not 4096 <= self.ring_bytes <= 1 << 30 or not 2 <= self.ring_slots <= 1024:
+            raise ConfigError("ring_bytes must be 4 KiB to 1 GiB and ring_slots 2 to 1024")
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None, **values: Any
+    ) -> EngineConfig:
+        """Defaults, then ``KVFERRY_*``, then ``values``. Raises ConfigError that names the key."""
+        source = os.environ if environment is None else environment
+        read: dict[str, Any] = {}
+        for field in fields(cls):
+            key = ENVIRONMENT_PREFIX + field.name.upper()
+            if key in source and field.name not in values:
+                read[field.name] = _parse(key, source[key], field.default)
+        return cls(**{**read, **values})
+
+    def with_defaults(self) -> EngineConfig:
+        """The same with the empty fields filled in from this process."""
+        directory = self.directory or os.path.join(
+            os.environ.get("XDG_RUNTIME_DIR") or "/tmp", f"kvferry-{os.getuid()}"
+        )
+        return replace(
+            self,
+            name=self.name or f"engine-{os.getpid()}",
+            directory=directory,
+            copy_threads=self.copy_threads or min(4, os.cpu_count() or 1),
+        )
+
+
+def _parse(key: str, text: str, default: Any) -> Any:
+    try:
+        if isinstance(default, bool):
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
+                text.strip().lower()
+            ]
+        if isinstance(default, tuple):
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        return type(default)(text)
+    except (KeyError, ValueError):
+        kind = type(default).__name__
+        raise ConfigError(f"{key}={text!r} is not a {kind}") from None

@@ -1,0 +1,500 @@
+"""All connections of one engine: listening, accepting, dialling, lanes, and who is who.
+
+A connection is a session in one direction: requests go from the caller to the callee, and each engine
+dials the peers it wants something from. So two engines may hold two sessions, and no race between
+simultaneous dials has to be settled. Everything runs under the engine's lock unless it says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvferry import __version__, sockets
+from kvferry.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    KVFerryError,
+    PeerLostError,
+    ProtocolError,
+    StaleRegionError,
+    UnreachableError,
+)
+from kvferry.loop import READ
+from kvferry.peers import Dial, Peer
+from kvferry.protocol import framing, messages
+from kvferry.protocol.messages import Describe, Description, Failure, Hello, RegionGone, Reject
+from kvferry.protocol.session import Closed, Session, Timing
+from kvferry.sockets import Address
+from kvferry.transports.base import PeerView, RemoteRegion, Transport
+from kvferry.transports.stream import set_timeouts
+
+if TYPE_CHECKING:
+    from kvferry.engine import Engine
+
+log = logging.getLogger(__name__)
+
+STRANGERS_MAX = 128
+"""Accepted connections whose hello is still awaited."""
+
+
+class Connections:
+    """See the module. One per engine."""
+
+    def __init__(self, engine: Engine, transports: dict[str, Transport]) -> None:
+        self._engine = engine
+        self._transports = transports
+        self.host = sockets.host_id()
+        self.addresses: list[str] = []
+        self._key = os.urandom(16)
+        self._listeners: list[socket.socket] = []
+        self._unix_path = ""
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._peers: dict[bytes, list[Peer]] = {}
+        self._strangers: dict[int, Peer] = {}
+        self._dials: dict[int, Dial] = {}
+        self._dialling: list[Dial] = []
+        self._closed = False
+
+    # -- listening --------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Open the Unix socket and the TCP port. Raises ConfigError."""
+        config = self._engine.config
+        sock, path = sockets.listen_unix(config.directory, self._engine.incarnation.hex()[:16])
+        self._unix_path = path
+        self._add_listener(sock)
+        self.addresses.append(str(Address("unix", path)))
+        if not config.listen:
+            return
+        host, port = sockets.split_host_port(config.listen)
+        if not sockets.is_loopback(host) and not config.insecure:
+            raise ConfigError(
+                f"listen={config.listen}: beyond loopback anybody could read the KV cache",
+                fix="listen on 127.0.0.1, or set insecure=True (KVFERRY_INSECURE=1) on a network "
+                "that you trust",
+            )
+        advertised = sockets.advertised_host(host, config.advertise, config.connect_s)
+        tcp = sockets.listen_tcp(host, port)
+        self._add_listener(tcp)
+        self.addresses.append(str(Address("tcp", advertised, tcp.getsockname()[1])))
+
+    def _add_listener(self, sock: socket.socket) -> None:
+        self._listeners.append(sock)
+        self._engine.loop.add(sock.fileno(), READ, lambda ready: self._accept(sock))
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take one connection. Called by the loop."""
+        with self._engine.locked():
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._refuse_without_descriptor(listener, error)
+                return
+            sock.setblocking(False)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            session = self.new_session(self.hello("control"), caller=False)
+            stranger = Peer(self._engine, sock, session, caller=False, address=_where(sock))
+            objection = self._objection(sock)
+            if objection is not None:
+                stranger.end(session.reject(objection))
+                return
+            self._strangers[stranger.fd] = stranger
+            self._engine.loop.add(stranger.fd, READ, stranger.on_ready)
+
+    def _objection(self, sock: socket.socket) -> KVFerryError | None:
+        """Why a new connection is refused before its hello."""
+        if len(self._strangers) >= STRANGERS_MAX:
+            return BusyError(f"{STRANGERS_MAX} connections are still saying hello")
+        if self.count() >= self._engine.config.peers_max:
+            return BusyError(
+                f"{self.count()} peers are connected", fix="raise peers_max, or add engines"
+            )
+        uid = sockets.peer_uid(sock)
+        if uid is not None and uid not in (0, os.getuid()) and os.getuid() != 0:
+            return ProtocolError(
+                f"user {uid} may not use the engine of user {os.getuid()}",
+                fix="run both sides as the same user",
+            )
+        return None
+
+    def _refuse_without_descriptor(self, listener: socket.socket, error: OSError) -> None:
+        """No descriptor is free: use the spare one to tell the caller, instead of spinning."""
+        log.error(
+            "%s cannot accept a connection: %s; raise the limit of open files (ulimit -n)",
+            self._engine.config.name,
+            error.strerror,
+        )
+        os.close(self._spare)
+        try:
+            sock, _ = listener.accept()
+            with sock:
+                why = "no free file descriptor; raise its limit of open files (ulimit -n)"
+                payload = messages.pack(Reject(BusyError.code, why))
+                sock.setblocking(False)
+                sock.send(framing.encode(payload), socket.MSG_NOSIGNAL)
+        except OSError:
+            pass
+        finally:
+            try:
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                self._spare = -1
+
+    # -- hellos -----------------------------------------------------------------------------
+
+    def hello(self, purpose: str, **fields: Any) -> Hello:
+        """What this engine says of itself."""
+        return Hello(
+            incarnation=self._engine.incarnation,
+            name=self._engine.config.name[:256],
+            purpose=purpose,
+            key=fields.pop("key", self._key),
+            process=self._engine.process,
+            host=self.host,
+            software=__version__,
+            transports=list(self._transports),
+            addresses=self.addresses,
+            **fields,
+        )
+
+    def new_session(self, hello: Hello, *, caller: bool) -> Session:
+        config = self._engine.config
+        timing = Timing(config.heartbeat_s, config.lost_s, config.connect_s)
+        return Session(hello, caller=caller, timing=timing, now=self._engine.clock.now())
+
+    def on_opened(self, peer: Peer, hello: Hello) -> None:
+        """A hello was accepted by the session: decide what the connection is for."""
+        if peer.caller:
+            peer.opened(hello)
+            self._keep(peer)
+            dial = self._dials.pop(peer.fd, None)
+            if dial is not None:
+                dial.opened(peer)
+        elif hello.purpose == "control":
+            self._strangers.pop(peer.fd, None)
+            peer.opened(hello)
+            self._keep(peer)
+            peer.session.accept(self._engine.clock.now())
+        else:
+            self._strangers.pop(peer.fd, None)
+            self._take_lane(peer, hello)
+
+    def _keep(self, peer: Peer) -> None:
+        self._peers.setdefault(peer.incarnation, []).append(peer)
+        log.info("%s: peer %s is up (%s)", self._engine.config.name, peer.name, peer.address)
+
+    def _take_lane(self, peer: Peer, hello: Hello) -> None:
+        """Hand the socket of a lane to its transport."""
+        transport = self._transports.get(hello.purpose)
+        error: KVFerryError | None = None
+        if transport is None or transport.capabilities().family != "streamed":
+            error = ProtocolError(f"there is no transport {hello.purpose!r} with lanes here")
+        elif hello.key != self._key or hello.incarnation not in self._peers:
+            error = ProtocolError("a lane needs an open session of the same peer")
+        if error is not None or transport is None:
+            assert error is not None
+            peer.end(peer.session.reject(error))
+            return
+        peer.session.accept(self._engine.clock.now())
+        sock, fd = peer.release()
+        self._engine.later(lambda: self._serve_lane(transport, sock, fd, hello))
+
+    def _serve_lane(self, transport: Transport, sock: socket.socket, fd: int, hello: Hello) -> None:
+        try:
+            set_timeouts(sock)
+            transport.accept(sock, fd, hello)
+        except (KVFerryError, OSError, RuntimeError) as error:
+            log.warning("a %s lane of %s was not opened: %s", transport.name, hello.name, error)
+            sock.close()
+
+    # -- dialling ---------------------------------------------------------------------------
+
+    def connect(self, text: str, timeout_s: float) -> Peer:
+        """See Engine.connect. Blocks; without the lock."""
+        address = Address.parse(text)
+        addresses = [address]
+        if address.scheme == "tcp":
+            found = sockets.resolve(address.host, address.port, timeout_s)
+            addresses = [Address("tcp", str(where[0]), address.port) for _, where in found]
+            addresses = list(dict.fromkeys(addresses))
+        done = threading.Event()
+        box: list[Any] = [None, None]
+
+        def reply(peer: Peer | None, error: KVFerryError | None) -> None:
+            box[:] = peer, error
+            done.set()
+
+        with self._engine.locked():
+            for peer in self.open_peers():
+                if peer.caller and Address.parse(peer.address) in addresses:
+                    return peer
+            deadline = self._engine.clock.now() + timeout_s
+            self.dial(addresses, b"", reply, deadline)
+        done.wait()
+        if box[1] is not None:
+            raise _explain_loopback(box[1], address, addresses)
+        found_peer: Peer = box[0]
+        return found_peer
+
+    def dial(
+        self,
+        addresses: list[Address],
+        expected: bytes,
+        reply: Callable[[Peer | None, KVFerryError | None], None],
+        deadline: float,
+    ) -> None:
+        """Reach a peer at any address; ``reply`` comes once, without the lock."""
+        with self._engine.locked():
+            for peer in self._peers.get(expected, []) if expected else []:
+                if peer.caller and peer.is_open():
+                    self._engine.later(lambda: reply(peer, None))
+                    return
+            for dial in self._dialling:
+                if expected and dial.expected == expected:
+                    dial.waiters.append(reply)
+                    return
+            if self._closed or len(self._dialling) >= self._engine.config.peers_max:
+                error = BusyError(f"{len(self._dialling)} connections are being made")
+                self._engine.later(lambda: reply(None, error))
+                return
+            addresses = sorted(addresses, key=lambda a: a.scheme != "unix")
+            dial = Dial(self._engine, addresses, expected, deadline)
+            dial.waiters.append(reply)
+            self._dialling.append(dial)
+            dial.start()
+
+    def adopt(self, peer: Peer, dial: Dial) -> None:
+        self._dials[peer.fd] = dial
+
+    def dialled(self, dial: Dial) -> None:
+        if dial in self._dialling:
+            self._dialling.remove(dial)
+
+    def unix_address_of(self, peer: Peer) -> Address | None:
+        """The Unix socket of a peer that was reached by TCP, if it lies on this host."""
+        view = peer.view
+        if view is None or view.host != self.host:
+            return None
+        for text in peer.offered_addresses:
+            if text.startswith("unix:") and os.path.exists(text.removeprefix("unix:")):
+                return Address.parse(text)
+        return None
+
+    def open_lane(
+        self, peer: PeerView, address: str, deadline: float, hello: dict[str, Any], fd: int
+    ) -> socket.socket:
+        """See transports.base.Services.open_lane. Blocks; without the lock."""
+        clock = self._engine.clock
+        where = Address.parse(address)
+        sock = sockets.start_connect(where, max(deadline - clock.now(), 0.1))
+        try:
+            set_timeouts(sock)
+            while True:
+                number = sock.connect_ex(where.host if where.scheme == "unix" else _inet(where))
+                # The connect began without blocking: EISCONN says that it is done.
+                if number in (0, errno.EISCONN):
+                    break
+                if number not in (errno.EAGAIN, errno.EINPROGRESS, errno.EALREADY):
+                    raise sockets.unreachable(where, OSError(number, os.strerror(number)))
+                if clock.now() >= deadline:
+                    raise UnreachableError(f"no connection to {where} in time", stage="connect")
+            greeting = self.hello(key=peer.key, expected=peer.incarnation, **hello)
+            frame = framing.encode(messages.pack(greeting), descriptors=1 if fd >= 0 else 0)
+            if sockets.send(sock, frame, (fd,) if fd >= 0 else ()) != len(frame):
+                raise PeerLostError("the peer did not take the hello of a lane", stage="connect")
+            _await_hello(sock, clock.now, deadline)
+        except OSError as error:
+            sock.close()
+            raise sockets.unreachable(where, error) from error
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    # -- who is who -------------------------------------------------------------------------
+
+    def open_peers(self) -> list[Peer]:
+        return [peer for peers in self._peers.values() for peer in peers if peer.is_open()]
+
+    def count(self) -> int:
+        return sum(len(peers) for peers in self._peers.values())
+
+    def has(self, incarnation: bytes) -> bool:
+        return any(peer.is_open() for peer in self._peers.get(incarnation, []))
+
+    def find(self, incarnation: bytes) -> Peer:
+        """The connection to use for an incarnation. Raises PeerLostError."""
+        for peer in self._peers.get(incarnation, []):
+            if peer.is_open() and peer.caller:
+                return peer
+        raise PeerLostError(
+            "there is no connection to the peer that owns this region",
+            stage="plan",
+            fix="connect again; if its process was restarted, its regions are new ones",
+        )
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def on_message(self, peer: Peer, message: Any) -> bool:
+        """Handle what is about regions; False if it is not."""
+        if isinstance(message, Describe):
+            self._describe(peer, message)
+        elif isinstance(message, RegionGone):
+            peer.forget_region(message.region_id)
+        else:
+            return False
+        return True
+
+    def _describe(self, peer: Peer, message: Describe) -> None:
+        try:
+            registration = self._engine.registry.find(message.region_id, message.token)
+        except StaleRegionError as error:
+            peer.send(Failure(message.request_id, error.code, messages.clip(str(error))))
+            return
+        region = registration.region
+        unix = peer.sock.family == socket.AF_UNIX
+        exports = {n: e for n, e in registration.exports.items() if e.fd < 0 or unix}
+        owners = [name for name, export in exports.items() if export.fd >= 0]
+        description = Description(
+            request_id=message.request_id,
+            region_id=region.region_id,
+            kind=region.kind,
+            device=region.device,
+            nbytes=region.nbytes,
+            generation=region.generation,
+            access=region.access,
+            exports={name: export.data for name, export in exports.items()},
+            fd_owners=owners,
+        )
+        peer.send(description, tuple(exports[name].fd for name in owners))
+
+    # -- time and ends ------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        for peer in [*self.all_peers(), *self._strangers.values(), *self._adopted()]:
+            if peer.lost is None:
+                peer.tick(now)
+        for dial in list(self._dialling):
+            dial.tick(now)
+
+    def all_peers(self) -> list[Peer]:
+        return [peer for peers in self._peers.values() for peer in peers]
+
+    def _adopted(self) -> list[Peer]:
+        return [dial.peer for dial in self._dials.values() if dial.peer is not None]
+
+    def on_lost(self, peer: Peer) -> None:
+        """A connection has ended."""
+        self._strangers.pop(peer.fd, None)
+        dial = self._dials.pop(peer.fd, None)
+        known = self._peers.get(peer.incarnation, [])
+        if peer in known:
+            known.remove(peer)
+            if not known:
+                del self._peers[peer.incarnation]
+            last = not self.has(peer.incarnation)
+            for region_id in list(peer.regions):
+                peer.forget_region(region_id)
+            assert peer.lost is not None
+            if not self._closed:
+                log.info("%s: peer %s is gone: %s", self._engine.config.name, peer.name, peer.lost)
+            self._engine.on_peer_lost(peer, last=last)
+        elif dial is None and not self._closed:
+            # Who hangs up without a word is a port scanner or an engine that sweeps its directory.
+            silent = isinstance(peer.lost, UnreachableError)
+            log.log(
+                logging.DEBUG if silent else logging.WARNING,
+                "%s: refused a connection from %s: %s",
+                self._engine.config.name,
+                peer.address,
+                peer.lost,
+            )
+        if dial is not None:
+            assert peer.lost is not None
+            dial.lost(peer, peer.lost)
+
+    def drop(self, peer: Peer, why: str) -> None:
+        """End a connection from this side."""
+        peer.end([Closed(PeerLostError(why, peer=peer.name))])
+
+    def forget(self, region: RemoteRegion) -> None:
+        for transport in self._transports.values():
+            transport.forget(region)
+
+    def close(self) -> None:
+        """Stop listening and leave every peer."""
+        with self._engine.locked():
+            self._closed = True
+            for sock in self._listeners:
+                self._engine.loop.remove(sock.fileno())
+                sock.close()
+            if self._unix_path:
+                try:
+                    os.unlink(self._unix_path)
+                except OSError:
+                    pass
+            for dial in list(self._dialling):
+                dial.stop()
+            for peer in [*self.all_peers(), *self._strangers.values(), *self._adopted()]:
+                self.drop(peer, "the engine was closed")
+            if self._spare >= 0:
+                os.close(self._spare)
+                self._spare = -1
+
+
+def _await_hello(sock: socket.socket, now: Callable[[], float], deadline: float) -> None:
+    """Read exactly the callee's hello on a new lane; what follows belongs to the transport."""
+    data = bytearray()
+    wanted = framing.HEADER.size
+    header_done = False
+    while len(data) < wanted:
+        try:
+            got = sock.recv(wanted - len(data))
+        except BlockingIOError:
+            if now() >= deadline:
+                raise DeadlineError("no hello on a new lane in time", stage="connect") from None
+            continue
+        if not got:
+            raise PeerLostError("the peer closed a new lane", stage="connect")
+        data += got
+        if len(data) == framing.HEADER.size and not header_done:
+            header_done = True
+            wanted += framing.check_header(data, framing.HELLO_BYTES_MAX)[0]
+    message = messages.unpack(bytes(data[framing.HEADER.size :]))
+    if isinstance(message, Reject):
+        raise UnreachableError(f"the peer refused a lane: {message.message}", stage="connect")
+    if not isinstance(message, Hello):
+        raise ProtocolError("expected a hello on a new lane")
+
+
+def _inet(address: Address) -> tuple[str, int]:
+    return (address.host, address.port)
+
+
+def _where(sock: socket.socket) -> str:
+    if sock.family == socket.AF_UNIX:
+        return "unix:(incoming)"
+    host, port = sock.getpeername()[:2]
+    return str(Address("tcp", host, port))
+
+
+def _explain_loopback(error: KVFerryError, address: Address, tried: list[Address]) -> KVFerryError:
+    """Name the classic trap: the own name maps to 127.0.1.1, where nobody listens."""
+    hosts = {item.host for item in tried if item.scheme == "tcp"} - {address.host}
+    loopback = sorted(host for host in hosts if sockets.is_loopback(host))
+    if loopback and isinstance(error, UnreachableError):
+        error.fix = (
+            f"the name {address.host!r} resolves to {', '.join(loopback)} on this machine: use the "
+            "address that the peer prints at its start"
+        )
+    return error

@@ -1,0 +1,496 @@
+"""Connections to other engines: a session and its socket, and how one comes about.
+
+Everything here runs under the engine's lock and never blocks, but for :meth:`Peer.ping` and
+:meth:`Peer.region`, which wait for an answer and must be called without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvferry import sockets
+from kvferry.errors import (
+    BusyError,
+    DeadlineError,
+    KVFerryError,
+    PeerLostError,
+    ProtocolError,
+    RegistrationError,
+    UnreachableError,
+    UsageError,
+    from_code,
+)
+from kvferry.loop import READ, WRITE
+from kvferry.protocol.messages import Describe, Description, Failure, Hello, Message, Ping, Pong
+from kvferry.protocol.session import Closed, Event, Opened, Received, Session
+from kvferry.sockets import Address
+from kvferry.transports.base import Export, PeerView, RemoteRegion
+
+if TYPE_CHECKING:
+    from kvferry.engine import Engine
+
+log = logging.getLogger(__name__)
+
+OUTBOX_BYTES_MAX = 16 << 20
+"""Control bytes that may wait for a peer that does not read; then it counts as lost."""
+PENDING_MAX = 8192
+"""Requests to one peer that may wait for their answers."""
+DESCRIPTORS_HELD_MAX = 256
+"""Descriptors that a peer may send ahead of the messages they belong to."""
+
+REF = struct.Struct("<Q16s")
+"""A region's reference, as owners hand it around: id and token."""
+
+Reply = Callable[[Any, KVFerryError | None], None]
+
+
+class Peer:
+    """One connection to another engine, which is known by its incarnation.
+
+    Attributes: ``incarnation`` (16 bytes), ``name``, ``address``, ``view`` (facts for transports).
+    """
+
+    def __init__(
+        self, engine: Engine, sock: socket.socket, session: Session, *, caller: bool, address: str
+    ) -> None:
+        self.engine = engine
+        self.caller = caller
+        self.address = address
+        self.incarnation = b""
+        self.name = address
+        self.view: PeerView | None = None
+        self.lost: KVFerryError | None = None
+        self.sock = sock
+        self.session = session
+        self.fd = sock.fileno()
+        self.regions: dict[int, RemoteRegion] = {}
+        self.offered_addresses: list[str] = []
+        self._outbox: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._outbox_bytes = 0
+        self._fds: deque[int] = deque()
+        self._pending: dict[int, tuple[float, Reply, Message]] = {}
+        self._next_id = 1
+
+    def __repr__(self) -> str:
+        state = "lost" if self.lost else self.session.state.value
+        return f"<Peer {self.name} {self.incarnation.hex()[:8]} {state} {self.address}>"
+
+    # -- for users ---------------------------------------------------------------------------
+
+    def is_open(self) -> bool:
+        """Whether the peer can be reached now, as far as is known. Never blocks."""
+        return self.lost is None and self.view is not None
+
+    def ping(self, timeout_s: float = 5.0) -> float:
+        """Control round trip in seconds. Blocks. Raises DeadlineError or PeerLostError."""
+        begin = self.engine.clock.now()
+        self._ask(lambda number: Ping(number), timeout_s, "ping")
+        return self.engine.clock.now() - begin
+
+    def region(self, ref: bytes, timeout_s: float = 5.0) -> RemoteRegion:
+        """The peer's region behind a reference that its owner handed out.
+
+        Cached per connection: only the first call for a region asks the peer, and blocks. Raises
+        StaleRegionError when the peer does not know it (any more), DeadlineError, PeerLostError.
+        """
+        if len(ref) != REF.size:
+            raise UsageError(f"a region reference has {REF.size} bytes, not {len(ref)}")
+        region_id, token = REF.unpack(ref)
+        known = self.regions.get(region_id)
+        if known is not None and known.token == token:
+            return known
+        found = self._ask(lambda number: Describe(number, region_id, token), timeout_s, "describe")
+        assert isinstance(found, RemoteRegion)
+        return found
+
+    def _ask(self, make: Callable[[int], Message], timeout_s: float, stage: str) -> Any:
+        """Send a request and block for the answer."""
+        if self.engine.loop.is_here():
+            raise UsageError("a callback of kvferry must not wait for an answer of a peer")
+        done = threading.Event()
+        box: list[Any] = [None, None]
+
+        def reply(answer: Any, error: KVFerryError | None) -> None:
+            box[:] = answer, error
+            done.set()
+
+        with self.engine.locked():
+            self.request(make, self.engine.clock.now() + timeout_s, reply)
+        done.wait()
+        if box[1] is not None:
+            raise box[1].located(peer=self.name, stage=stage)
+        return box[0]
+
+    # -- requests, under the lock -------------------------------------------------------------
+
+    def request(self, make: Callable[[int], Message], deadline: float, reply: Reply) -> None:
+        """Send a request; ``reply(answer, error)`` comes exactly once, after the lock is free."""
+        if self.lost is not None:
+            error = self.lost
+            self.engine.later(lambda: reply(None, error))
+            return
+        if len(self._pending) >= PENDING_MAX:
+            raise BusyError(f"{PENDING_MAX} requests wait for answers", peer=self.name)
+        number = self._next_id
+        self._next_id += 1
+        message = make(number)
+        self._pending[number] = (deadline, reply, message)
+        self.send(message)
+
+    def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """Queue a message and send what fits. What goes wrong ends the session, not the caller."""
+        if self.lost is not None:
+            return
+        try:
+            self.session.send(message, self.engine.clock.now(), fds)
+        except PeerLostError:
+            return
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is queued as far as the socket takes it."""
+        for data, fds in self.session.data_to_send():
+            self._outbox.append((memoryview(data), fds))
+            self._outbox_bytes += len(data)
+        try:
+            while self._outbox:
+                data_left, fds = self._outbox[0]
+                sent = sockets.send(self.sock, data_left, fds)
+                if sent == 0:
+                    break
+                self._outbox_bytes -= sent
+                if sent == len(data_left):
+                    self._outbox.popleft()
+                else:
+                    self._outbox[0] = (data_left[sent:], ())
+        except OSError as error:
+            self.end(self.session.receive_eof(f"the connection broke: {error.strerror}"))
+            return
+        if self._outbox_bytes > OUTBOX_BYTES_MAX:
+            self.end(self.session.receive_eof(f"the peer left {self._outbox_bytes} bytes unread"))
+            return
+        self.engine.loop.change(self.fd, READ | WRITE if self._outbox else READ)
+
+    # -- what the loop saw, under the lock ------------------------------------------------------
+
+    def on_ready(self, ready: int) -> None:
+        """The socket is ready. Called by the loop."""
+        with self.engine.locked():
+            if self.lost is not None:
+                return
+            if ready & WRITE:
+                self.flush()
+            if ready & READ and self.lost is None:
+                self._read()
+
+    def tick(self, now: float) -> None:
+        self._handle(self.session.tick(now))
+        if self.lost is None:
+            self.flush()
+        late = [n for n, (deadline, _, _) in self._pending.items() if now >= deadline]
+        for number in late:
+            reply = self._pending.pop(number)[1]
+            error = DeadlineError(
+                "the peer did not answer in time",
+                peer=self.name,
+                fix="it is overloaded, frozen or cut off; its log may say more",
+            )
+            self.engine.later(_call(reply, None, error))
+
+    def _read(self) -> None:
+        try:
+            data, fds = sockets.receive(self.sock)
+        except BlockingIOError:
+            return
+        except KVFerryError as error:
+            self.end([Closed(error.located(peer=self.name))])
+            return
+        except OSError as error:
+            self.end(self.session.receive_eof(f"the connection broke: {error.strerror}"))
+            return
+        self._fds.extend(fds)
+        if len(self._fds) > DESCRIPTORS_HELD_MAX:
+            self.end([Closed(ProtocolError("too many descriptors", peer=self.name))])
+        elif not data:
+            self.end(self.session.receive_eof())
+        else:
+            self._handle(self.session.receive(data, self.engine.clock.now()))
+            if self.lost is None:
+                self.flush()
+
+    def _handle(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Opened):
+                self.engine.connections.on_opened(self, event.hello)
+            elif isinstance(event, Received):
+                self._take(event)
+            else:
+                self.end([event])
+
+    def _take(self, event: Received) -> None:
+        message = event.message
+        fds = [self._fds.popleft() for _ in range(min(event.descriptors, len(self._fds)))]
+        if isinstance(message, Description):
+            self._described(message, fds)
+            return
+        for fd in fds:
+            os.close(fd)
+        if isinstance(message, (Pong, Failure)):
+            pending = self._pending.pop(message.request_id, None)
+            if pending is not None:
+                error = None
+                if isinstance(message, Failure):
+                    error = from_code(message.code, message.message, peer=self.name)
+                self.engine.later(_call(pending[1], message, error))
+        elif self.lost is None:
+            self.engine.on_message(self, message)
+
+    def opened(self, hello: Hello) -> None:
+        """Take the peer's identity from its hello."""
+        scheme = {address.partition(":")[0]: address for address in reversed(hello.addresses)}
+        unix = self.sock.family == socket.AF_UNIX
+        self.incarnation = hello.incarnation
+        self.name = hello.name
+        self.offered_addresses = hello.addresses
+        self.view = PeerView(
+            incarnation=hello.incarnation,
+            name=hello.name,
+            process=hello.process,
+            host=hello.host,
+            unix_address=(self.address if self.caller else scheme.get("unix", "")) if unix else "",
+            tcp_address=scheme.get("tcp", ""),
+            key=hello.key,
+            transports=frozenset(hello.transports),
+        )
+
+    # -- regions ----------------------------------------------------------------------------
+
+    def _described(self, message: Description, fds: list[int]) -> None:
+        """Answer to a Describe: keep the region and its descriptors."""
+        pending = self._pending.pop(message.request_id, None)
+        asked = pending[2] if pending else None
+        sound = len(fds) == len(message.fd_owners) and message.nbytes > 0
+        if (
+            not isinstance(asked, Describe)
+            or asked.region_id != message.region_id
+            or pending is None
+            or not sound
+        ):
+            for fd in fds:
+                os.close(fd)
+            if pending is not None:
+                text = "the peer's description of a region is incomplete"
+                self.engine.later(_call(pending[1], None, RegistrationError(text)))
+            return
+        owners = dict(zip(message.fd_owners, fds, strict=True))
+        region = RemoteRegion(
+            peer=self.incarnation,
+            region_id=message.region_id,
+            kind=message.kind,
+            device=message.device,
+            nbytes=message.nbytes,
+            generation=message.generation,
+            token=asked.token,
+            access=message.access,
+            exports={
+                name: Export(data, owners.get(name, -1)) for name, data in message.exports.items()
+            },
+        )
+        self.forget_region(message.region_id)
+        self.regions[message.region_id] = region
+        self.engine.later(_call(pending[1], region, None))
+
+    def forget_region(self, region_id: int) -> None:
+        """The peer deregistered it, or described it anew."""
+        region = self.regions.pop(region_id, None)
+        if region is not None:
+            self.engine.connections.forget(region)
+            close_exports(region)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def release(self) -> tuple[socket.socket, int]:
+        """Give the socket away, as a lane: what is queued is sent first. And a descriptor, or -1."""
+        self.flush()
+        self.lost = PeerLostError("the connection became a lane")
+        self.engine.loop.remove(self.fd)
+        fds, self._fds = list(self._fds), deque()
+        for fd in fds[1:]:
+            os.close(fd)
+        return self.sock, fds[0] if fds else -1
+
+    def end(self, events: list[Event]) -> None:
+        """The session is over: close everything that belongs to it and tell the engine, once."""
+        if self.lost is not None or not events:
+            return
+        last = events[-1]
+        assert isinstance(last, Closed)
+        self.lost = last.error.located(peer=self.name)
+        self._send_last()
+        self.engine.loop.remove(self.fd)
+        self.sock.close()
+        while self._fds:
+            os.close(self._fds.popleft())
+        pending, self._pending = self._pending, {}
+        for _, reply, _ in pending.values():
+            self.engine.later(_call(reply, None, self.lost))
+        self.engine.connections.on_lost(self)
+
+    def _send_last(self) -> None:
+        """A refusal that is still queued, if the socket takes it."""
+        try:
+            for data, fds in self.session.data_to_send():
+                sockets.send(self.sock, data, fds)
+        except OSError:
+            pass
+
+
+def close_exports(region: RemoteRegion) -> None:
+    """Close the descriptors that came with a region."""
+    for export in region.exports.values():
+        if export.fd >= 0:
+            os.close(export.fd)
+
+
+class Dial:
+    """One attempt to reach an engine at any of its addresses. Ends by calling each waiter once.
+
+    When a TCP address leads to an engine of this host, its Unix socket is tried too: only there can
+    descriptors be passed. The TCP connection is kept if that fails.
+    """
+
+    def __init__(
+        self, engine: Engine, addresses: list[Address], expected: bytes, deadline: float
+    ) -> None:
+        self.engine = engine
+        self.expected = expected
+        self.deadline = deadline
+        self.waiters: list[Callable[[Peer | None, KVFerryError | None], None]] = []
+        self._left = deque(addresses)
+        self._tried: list[KVFerryError] = []
+        self.peer: Peer | None = None
+        self._fallback: Peer | None = None
+        self.over = False
+
+    def start(self) -> None:
+        """Try the next address, or give up."""
+        while self._left:
+            address = self._left.popleft()
+            try:
+                sock = sockets.start_connect(address, 2.0)
+            except KVFerryError as error:
+                self._tried.append(error)
+                continue
+            hello = self.engine.connections.hello("control", expected=self.expected)
+            session = self.engine.connections.new_session(hello, caller=True)
+            peer = Peer(self.engine, sock, session, caller=True, address=str(address))
+            self.peer = peer
+            self.engine.loop.add(peer.fd, WRITE, self._connected)
+            return
+        self._finish()
+
+    def _connected(self, ready: int) -> None:
+        """The connect has ended one way or the other. Called by the loop."""
+        with self.engine.locked():
+            peer = self.peer
+            if peer is None or self.over:
+                return
+            number = peer.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if number:
+                error = OSError(number, os.strerror(number))
+                self._failed(sockets.unreachable(peer.address, error))
+                return
+            self.engine.loop.remove(peer.fd)
+            self.engine.loop.add(peer.fd, READ, peer.on_ready)
+            self.engine.connections.adopt(peer, self)
+            peer.flush()
+
+    def opened(self, peer: Peer) -> None:
+        """The peer's hello was accepted."""
+        view = peer.view
+        assert view is not None
+        self.peer = None
+        if self._fallback is None and peer.sock.family != socket.AF_UNIX:
+            unix = self.engine.connections.unix_address_of(peer)
+            if unix is not None:
+                self._fallback = peer
+                self.expected = peer.incarnation
+                self._left = deque([unix])
+                self.start()
+                return
+        if self._fallback is not None and self._fallback is not peer:
+            self.engine.connections.drop(
+                self._fallback, "the same peer was reached by a Unix socket"
+            )
+            self._fallback = None
+        self._finish(peer)
+
+    def lost(self, peer: Peer, error: KVFerryError) -> None:
+        """The connection ended before its hello."""
+        if peer is not self.peer:
+            return
+        self.peer = None
+        self._tried.append(error)
+        self.start()
+
+    def tick(self, now: float) -> None:
+        if not self.over and now >= self.deadline:
+            text = f"no connection to {self.peer.address if self.peer else 'any address'} in time"
+            self._left.clear()
+            fix = "packets are dropped, or the host or the process is frozen"
+            error = UnreachableError(text, stage="connect", fix=fix)
+            if self.peer is not None:
+                self._failed(error)
+            else:
+                self._tried.append(error)
+                self._finish()
+
+    def stop(self) -> None:
+        """The engine is closing."""
+        self._left.clear()
+        peer, self.peer = self.peer, None
+        if peer is not None:
+            peer.end([Closed(PeerLostError("the engine was closed"))])
+        self._tried = [UnreachableError("the engine was closed", stage="connect")]
+        self._finish()
+
+    def _failed(self, error: KVFerryError) -> None:
+        peer, self.peer = self.peer, None
+        if peer is not None:
+            peer.end([Closed(error)])
+        self._tried.append(error)
+        self.start()
+
+    def _finish(self, peer: Peer | None = None) -> None:
+        if self.over:
+            return
+        self.over = True
+        peer = peer or (self._fallback if self._fallback and self._fallback.is_open() else None)
+        error: KVFerryError | None = None
+        if peer is None:
+            error = _most_telling(self._tried)
+        self.engine.connections.dialled(self)
+        for waiter in self.waiters:
+            self.engine.later(_call(waiter, peer, error))
+
+
+def _most_telling(errors: list[KVFerryError]) -> KVFerryError:
+    """One error for all addresses: a refusal by an engine says more than silence."""
+    if not errors:
+        return UnreachableError("the peer has no address", stage="connect")
+    spoken = [error for error in errors if not isinstance(error, UnreachableError)]
+    chosen = (spoken or errors)[-1]
+    if len(errors) > 1 and not spoken:
+        chosen.message = "; ".join(dict.fromkeys(error.message for error in errors))
+    return chosen
+
+
+def _call(function: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    return lambda: function(*arguments)

@@ -1,0 +1,223 @@
+"""One connection between two engines: hello, heart-beats, closing. Sans-IO.
+
+Bytes go in by :meth:`Session.receive`, time by :meth:`Session.tick`; what happened comes out as
+events, and what must be sent by :meth:`Session.data_to_send`. Nothing here blocks or fails for
+reasons of the network; a bad peer closes the session with an error that says what it did.
+
+States: ``HELLO`` (ours is queued, theirs is awaited) -> ``OPEN`` -> ``CLOSED``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from kvferry.errors import (
+    KVFerryError,
+    PeerLostError,
+    ProtocolError,
+    UnreachableError,
+    from_code,
+)
+from kvferry.protocol import framing, messages
+from kvferry.protocol.messages import Hello, Message, Ping, Pong, Reject
+
+
+class State(Enum):
+    HELLO = "hello"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The peer's hello was accepted."""
+
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message for the layer above, and how many descriptors came with it."""
+
+    message: Any
+    descriptors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The session is over. Always the last event, and there is exactly one."""
+
+    error: KVFerryError
+
+
+Event = Opened | Received | Closed
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How patient a session is. All in seconds.
+
+    heartbeat_s: silence after which we say something.
+    lost_s: silence after which the peer counts as lost; several heart-beats.
+    hello_s: how long the hello may take.
+    """
+
+    heartbeat_s: float = 1.0
+    lost_s: float = 5.0
+    hello_s: float = 5.0
+
+
+class Session:
+    """The state of one connection.
+
+    hello: what we say. ``caller`` is the side that connected; it speaks first, so that a listener
+    tells a stranger nothing.
+    """
+
+    def __init__(self, hello: Hello, *, caller: bool, timing: Timing, now: float) -> None:
+        self.state = State.HELLO
+        self.peer_name = ""
+        self._hello = hello
+        self._caller = caller
+        self._timing = timing
+        self._decoder = framing.FrameDecoder(framing.HELLO_BYTES_MAX)
+        self._out: list[tuple[bytes, tuple[int, ...]]] = []
+        self._heard_at = now
+        self._spoke_at = now
+        self._began_at = now
+        if caller:
+            self._queue(hello)
+
+    # -- what happened ----------------------------------------------------------------------
+
+    def receive(self, data: bytes, now: float) -> list[Event]:
+        """Bytes arrived. Returns what they mean; never raises for what a peer sent."""
+        if self.state is State.CLOSED:
+            return []
+        self._heard_at = now
+        events: list[Event] = []
+        try:
+            for frame in self._decoder.feed(data):
+                message = messages.unpack(frame.payload)
+                self._take(message, frame.descriptors, events, now)
+        except KVFerryError as error:
+            if self.state is State.HELLO and not self._caller:
+                self._queue(Reject(error.code, messages.clip(error.message)))
+            events.append(self._close(error))
+        return events
+
+    def receive_eof(self, why: str = "the connection was closed") -> list[Event]:
+        """The stream ended or broke."""
+        if self.state is State.CLOSED:
+            return []
+        if self.state is State.HELLO:
+            error: KVFerryError = UnreachableError(
+                f"{why} before the hello was complete",
+                fix="check that a kvferry engine listens there and its log says why it refused",
+            )
+        else:
+            error = PeerLostError(
+                why, fix="the peer's process ended or cut the connection; see its log"
+            )
+        return [self._close(error)]
+
+    def tick(self, now: float) -> list[Event]:
+        """Time passed: send a heart-beat if due, notice silence."""
+        if self.state is State.CLOSED:
+            return []
+        if self.state is State.HELLO:
+            if now - self._began_at >= self._timing.hello_s:
+                return [
+                    self._close(
+                        UnreachableError(
+                            f"no hello within {self._timing.hello_s:g} s",
+                            fix="the peer's process may be stopped, or the port is not kvferry's",
+                        )
+                    )
+                ]
+            return []
+        silence = now - self._heard_at
+        if silence >= self._timing.lost_s:
+            return [
+                self._close(
+                    PeerLostError(
+                        f"nothing heard for {silence:.1f} s (limit {self._timing.lost_s:g} s)",
+                        fix="the peer is frozen, overloaded or cut off",
+                    )
+                )
+            ]
+        if now - self._spoke_at >= self._timing.heartbeat_s:
+            self._queue(Ping(0))
+            self._spoke_at = now
+        return []
+
+    def due(self) -> float:
+        """When :meth:`tick` has something to do, at the latest."""
+        if self.state is State.HELLO:
+            return self._began_at + self._timing.hello_s
+        return min(self._heard_at + self._timing.lost_s, self._spoke_at + self._timing.heartbeat_s)
+
+    # -- what to send -----------------------------------------------------------------------
+
+    def send(self, message: Message, now: float, fds: tuple[int, ...] = ()) -> None:
+        """Queue a message; ``fds`` travel with its first byte. Raises if it is over the limit."""
+        if self.state is not State.OPEN:
+            raise PeerLostError("the session is closed")
+        self._queue(message, fds)
+        self._spoke_at = now
+
+    def accept(self, now: float) -> None:
+        """Answer an accepted hello (callee only) with our own."""
+        self._queue(self._hello)
+        self._spoke_at = now
+
+    def reject(self, error: KVFerryError) -> list[Event]:
+        """Refuse the peer, saying why."""
+        self._queue(Reject(error.code, messages.clip(error.message)))
+        return [self._close(error)]
+
+    def data_to_send(self) -> list[tuple[bytes, tuple[int, ...]]]:
+        """Byte strings to send in order, each with the descriptors that go with its first byte."""
+        out, self._out = self._out, []
+        return out
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _take(self, message: Any, descriptors: int, events: list[Event], now: float) -> None:
+        if self.state is State.HELLO:
+            self._take_hello(message, events)
+        elif isinstance(message, Ping):
+            self._queue(Pong(message.request_id))
+            self._spoke_at = now
+        elif isinstance(message, Hello):
+            raise ProtocolError("a second hello on an open session")
+        elif not (isinstance(message, Pong) and message.request_id == 0):
+            events.append(Received(message, descriptors))
+
+    def _take_hello(self, message: Any, events: list[Event]) -> None:
+        if isinstance(message, Reject) and self._caller:
+            raise from_code(message.code, message.message, stage="connect")
+        if not isinstance(message, Hello):
+            raise ProtocolError(f"expected a hello, got {type(message).__name__}")
+        wanted = self._hello.expected if self._caller else message.expected
+        actual = message.incarnation if self._caller else self._hello.incarnation
+        if wanted and wanted != actual:
+            raise PeerLostError(
+                "another engine answers at this address now: the one that was meant is gone",
+                stage="connect",
+                fix="it was restarted; what it offered is lost and must be computed again",
+            )
+        self.state = State.OPEN
+        self.peer_name = message.name
+        self._decoder.limit = framing.CONTROL_BYTES_MAX
+        events.append(Opened(message))
+
+    def _queue(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        frame = framing.encode(messages.pack(message), descriptors=len(fds))
+        self._out.append((frame, fds))
+
+    def _close(self, error: KVFerryError) -> Closed:
+        self.state = State.CLOSED
+        return Closed(error.located(peer=self.peer_name))

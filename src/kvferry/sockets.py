@@ -1,0 +1,309 @@
+"""Addresses and sockets: the effects that sessions and lanes share. No protocol in here.
+
+Addresses are written ``unix:/path/to/socket`` or ``tcp://host:port``, an IPv6 host in brackets.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import ipaddress
+import os
+import socket
+import stat
+import struct
+import threading
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError, KVFerryError, RegistrationError, UnreachableError
+
+RECEIVE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an engine listens: a Unix socket's path, or host and port."""
+
+    scheme: str
+    host: str
+    port: int = 0
+
+    def __str__(self) -> str:
+        if self.scheme == "unix":
+            return f"unix:{self.host}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """From text; ``host:port`` alone means TCP. Raises ConfigError saying what is expected."""
+        if text.startswith("unix:"):
+            path = text.removeprefix("unix:").removeprefix("//")
+            if not path.startswith("/"):
+                raise ConfigError(f"address {text!r}: a Unix socket needs an absolute path")
+            return cls("unix", path)
+        host, port = split_host_port(text.removeprefix("tcp://"))
+        return cls("tcp", host, port)
+
+
+def split_host_port(text: str) -> tuple[str, int]:
+    """``host:port``, with IPv6 hosts in brackets."""
+    host, sep, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not sep or not port.isdigit() or int(port) > 65535 or (":" in host and not bracketed):
+        raise ConfigError(
+            f"address {text!r} is not host:port",
+            fix="write tcp://10.0.0.5:7600, tcp://[fd00::5]:7600 or unix:/run/kvferry/x.sock",
+        )
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a numeric host is of this machine only. A name is not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def resolve(host: str, port: int, timeout_s: float) -> list[tuple[int, tuple[object, ...]]]:
+    """(family, socket address) of a host, numeric or a name, in bounded time.
+
+    Name service has no time limit of its own, so a name is looked up in a thread that is left
+    behind when it takes too long. Blocks up to ``timeout_s``. Raises UnreachableError.
+    """
+    found: list[tuple[int, tuple[object, ...]]] = []
+    failure: list[OSError] = []
+
+    def look_up() -> None:
+        try:
+            for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                found.append((int(family), where))
+        except OSError as error:
+            failure.append(error)
+
+    try:
+        ipaddress.ip_address(host.split("%")[0])
+        look_up()
+    except ValueError:
+        thread = threading.Thread(target=look_up, name="kvferry-resolve", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            raise UnreachableError(
+                f"the name {host!r} was not resolved within {timeout_s:g} s",
+                stage="connect",
+                fix="use a numeric address or mend name service",
+            ) from None
+    if not found:
+        why = failure[0].strerror if failure else "no address"
+        raise UnreachableError(
+            f"the name {host!r} cannot be resolved: {why}",
+            stage="connect",
+            fix="use a numeric address or mend name service",
+        )
+    return found
+
+
+def advertised_host(listen_host: str, advertise: str, timeout_s: float) -> str:
+    """The numeric host that peers are told.
+
+    A name is resolved once, here. Raises ConfigError when the result is loopback although the engine
+    listens for other machines: Debian maps a machine's own name to 127.0.1.1.
+    """
+    wanted = advertise or listen_host
+    wildcard = wanted in ("0.0.0.0", "::")
+    name = socket.gethostname() if wildcard else wanted
+    try:
+        numeric = str(resolve(name, 0, timeout_s)[0][1][0])
+    except UnreachableError as error:
+        raise ConfigError(
+            f"advertise: {error.message}", fix="set advertise to the address of one interface"
+        ) from error
+    if is_loopback(numeric) and not is_loopback(listen_host):
+        raise ConfigError(
+            f"the name {name!r} resolves to {numeric}, which no other machine can reach",
+            fix="set advertise to the address of the interface that peers should use, or remove "
+            "the name's 127.* line from /etc/hosts",
+        )
+    return numeric
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises ConfigError that names the holder's remedy."""
+    try:
+        family, where = resolve(host, port, 5.0)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except UnreachableError as error:
+        raise ConfigError(f"listen: {error.message}", fix=error.fix) from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and host == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(where)
+        sock.listen(512)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        fix = "another process holds the port: use port 0, or stop it (ss -ltnp shows it)"
+        raise ConfigError(f"listen={host}:{port}: {error.strerror}", fix=fix) from error
+    return sock
+
+
+def listen_unix(directory: str, stem: str) -> tuple[socket.socket, str]:
+    """A listening Unix socket in ``directory`` (made with mode 0700 if missing), and its path.
+
+    Sockets that dead engines left in the directory are removed; those of live ones never are.
+    """
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"directory={directory!r}: {error.strerror}") from error
+    sweep(directory)
+    path = os.path.join(directory, f"{stem}.sock")
+    if len(path.encode()) > 107:
+        raise ConfigError(
+            f"directory={directory!r} is too long: a Unix socket's path has at most 107 bytes"
+        )
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.bind(path)
+        sock.listen(512)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"directory={directory!r}: {error.strerror}") from error
+    return sock, path
+
+
+def sweep(directory: str) -> list[str]:
+    """Remove Unix sockets that nobody listens on any more; returns their paths."""
+    removed = []
+    for entry in os.scandir(directory):
+        if not entry.name.endswith(".sock"):
+            continue
+        try:
+            if not stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)
+                probe.connect(entry.path)
+        except ConnectionRefusedError:
+            try:
+                os.unlink(entry.path)
+                removed.append(entry.path)
+            except OSError:
+                pass
+        except OSError:
+            continue
+    return removed
+
+
+def start_connect(address: Address, timeout_s: float) -> socket.socket:
+    """A non-blocking socket whose connection is under way.
+
+    Blocks only for a name that must be resolved. Raises UnreachableError.
+    """
+    try:
+        if address.scheme == "unix":
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            where: object = address.host
+        else:
+            family, where = resolve(address.host, address.port, timeout_s)[0]
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise unreachable(address, error) from error
+    sock.setblocking(False)
+    try:
+        if address.scheme == "tcp":
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.connect(where)  # type: ignore[arg-type]
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        sock.close()
+        raise unreachable(address, error) from error
+    return sock
+
+
+_FIXES = {
+    errno.ECONNREFUSED: "nothing listens there: check that the engine runs and the port is right",
+    errno.ENOENT: "the Unix socket is gone: the engine ended, or both sides do not share its "
+    "directory (mount it into both containers)",
+    errno.EACCES: "the directory of the Unix socket is not accessible to this user",
+    errno.EHOSTUNREACH: "no route: check the network and the peer's advertised address",
+    errno.ENETUNREACH: "no route: check the network and the peer's advertised address",
+    errno.EADDRNOTAVAIL: "this host has no free local port left: lower the connection rate or "
+    "widen net.ipv4.ip_local_port_range",
+    errno.EMFILE: "no free file descriptor: raise the limit (ulimit -n)",
+    errno.EAGAIN: "the peer's queue of new connections is full: it is frozen or overloaded",
+    errno.ETIMEDOUT: "packets are dropped: a firewall, or the host is down",
+}
+
+
+def unreachable(address: Address | str, error: OSError) -> KVFerryError:
+    """The typed error for a failed connection attempt."""
+    number = error.errno or 0
+    return UnreachableError(
+        f"cannot connect to {address}: {os.strerror(number) if number else error}",
+        stage="connect",
+        fix=_FIXES.get(number, "check the address and the peer's log"),
+    )
+
+
+def receive(sock: socket.socket, nbytes: int = RECEIVE_BYTES) -> tuple[bytes, list[int]]:
+    """Bytes and descriptors that are there. Empty bytes mean the end of the stream.
+
+    The caller owns the descriptors. Raises BlockingIOError when there is nothing, OSError for a
+    broken socket, and RegistrationError when the kernel dropped descriptors for want of room.
+    """
+    if sock.family != socket.AF_UNIX:
+        return sock.recv(nbytes), []
+    data, ancillary, flags, _ = sock.recvmsg(
+        nbytes, socket.CMSG_SPACE(16 * 4), socket.MSG_CMSG_CLOEXEC
+    )
+    fds: list[int] = []
+    for level, kind, body in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received = array.array("i")
+            received.frombytes(body[: len(body) - len(body) % received.itemsize])
+            fds.extend(received)
+    if flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        raise RegistrationError(
+            "descriptors from the peer were dropped: this process has no free file descriptor",
+            stage="describe",
+            fix="raise the limit of open files (ulimit -n) of this process",
+        )
+    return data, fds
+
+
+def send(sock: socket.socket, data: bytes | memoryview, fds: tuple[int, ...]) -> int:
+    """Send what fits; the descriptors go with the first byte. Returns bytes sent, 0 if none fits."""
+    flags = socket.MSG_NOSIGNAL
+    try:
+        if fds:
+            packed = array.array("i", fds)
+            return sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)], flags)
+        return sock.send(data, flags)
+    except BlockingIOError:
+        return 0
+
+
+def peer_uid(sock: socket.socket) -> int | None:
+    """User id of the process at the other end of a Unix socket; None where it cannot be told."""
+    if sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return None
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(uid)
+
+
+def host_id() -> str:
+    """Equal for two processes that share a kernel: the boot's id, or the host's name without it."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,151 @@
+"""tcp: scattered spans straight from and into memory by sendmsg and recvmsg on numpy iovec arrays.
+
+No span is copied in user space, no list of Python objects is built: one array of (address, length)
+pairs serves the whole transfer, and each system call takes a slice of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+
+import numpy as np
+
+from kvferry.errors import KVFerryError, PeerLostError, RegistrationError
+from kvferry.protocol.messages import Hello
+from kvferry.regions import I64, U64, Region
+from kvferry.sockets import Address, is_loopback
+from kvferry.transports.base import Capabilities, Export, PeerView, RemoteRegion, Services
+from kvferry.transports.stream import Channel, StreamedTransport, Watch
+
+IOVECS_MAX = 1024
+"""IOV_MAX of Linux."""
+CALL_BYTES = 1 << 20
+"""Bytes per system call: larger calls are slower on loopback, and less often interruptible."""
+LOOPBACK_BUFFER_BYTES = 256 << 10
+"""On loopback a small socket buffer stays in the cache; elsewhere the kernel's autotuning is best."""
+
+
+class _MsgHdr(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_void_p),
+        ("namelen", ctypes.c_uint32),
+        ("iov", ctypes.c_void_p),
+        ("iovlen", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("controllen", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    ]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _name in ("sendmsg", "recvmsg"):
+    _function = getattr(_libc, _name)
+    _function.argtypes = [ctypes.c_int, ctypes.POINTER(_MsgHdr), ctypes.c_int]
+    _function.restype = ctypes.c_ssize_t
+
+
+class TcpTransport(StreamedTransport):
+    """Streams over TCP lanes: the path between machines without RDMA."""
+
+    name = "tcp"
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(family="streamed", latency_s=2e-4, bytes_per_s=3e9, span_s=1e-7)
+
+    def export(self, region: Region, fd: int) -> Export | None:
+        return Export() if region.kind == "host" else None
+
+    def blocked(self, local: Region, remote: RemoteRegion, peer: PeerView) -> str:
+        return "" if peer.tcp_address else "the peer does not listen on TCP"
+
+    def dial(self, services: Services, peer: PeerView, deadline: float) -> Channel:
+        sock = services.open_lane(peer, peer.tcp_address, deadline, {"purpose": self.name})
+        return TcpChannel(sock, is_loopback(Address.parse(peer.tcp_address).host))
+
+    def serve(self, sock: socket.socket, fd: int, hello: Hello) -> Channel:
+        if fd >= 0:
+            os.close(fd)
+        return TcpChannel(sock, is_loopback(str(sock.getpeername()[0])))
+
+
+class TcpChannel(Channel):
+    """One TCP connection."""
+
+    def __init__(self, sock: socket.socket, loopback: bool) -> None:
+        super().__init__(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if loopback:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, LOOPBACK_BUFFER_BYTES)
+
+    def send_spans(self, addresses: U64, lengths: I64, watch: Watch) -> None:
+        self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, addresses, lengths, watch)
+
+    def receive_spans(self, addresses: U64, lengths: I64, watch: Watch) -> None:
+        self._move(_libc.recvmsg, socket.MSG_WAITALL, addresses, lengths, watch)
+
+    def _move(
+        self, call: ctypes._NamedFuncPointer, flags: int, addresses: U64, lengths: I64, watch: Watch
+    ) -> None:
+        iovecs = make_iovecs(addresses, lengths)
+        ends = np.cumsum(iovecs[:, 1].view("i8"))
+        total = int(ends[-1]) if ends.size else 0
+        header = _MsgHdr()
+        reference = ctypes.byref(header)
+        base, fd, first, done = iovecs.ctypes.data, self.sock.fileno(), 0, 0
+        while done < total:
+            last = int(np.searchsorted(ends, done + CALL_BYTES, side="right"))
+            last = min(max(last, first + 1), first + IOVECS_MAX)
+            header.iov, header.iovlen = base + 16 * first, last - first
+            moved = call(fd, reference, flags)
+            if moved <= 0:
+                self._explain(moved, watch)
+                continue
+            done += moved
+            watch.bytes_done += moved
+            if done == ends[last - 1]:
+                first = last
+            else:
+                first = int(np.searchsorted(ends, done, side="right"))
+                left = int(ends[first]) - done
+                iovecs[first, 0] += iovecs[first, 1] - np.uint64(left)
+                iovecs[first, 1] = left
+            # Bytes that keep coming must not hide a deadline or an abort.
+            watch.check_sometimes(done)
+
+    def _explain(self, moved: int, watch: Watch) -> None:
+        """Return to try again, or raise why the stream is over."""
+        if moved == 0:
+            raise PeerLostError("the lane was closed by the peer in the middle of a transfer")
+        number = ctypes.get_errno()
+        if number in (errno.EAGAIN, errno.EINTR):
+            watch.check()
+            return
+        raise _broken(number)
+
+
+def _broken(number: int) -> KVFerryError:
+    if number == errno.EFAULT:
+        return RegistrationError(
+            "the kernel cannot reach the registered memory (bad address)",
+            fix="the memory was freed, or it is device memory registered as host memory",
+        )
+    return PeerLostError(f"the lane broke: {os.strerror(number)}")
+
+
+def make_iovecs(addresses: U64, lengths: I64) -> U64:
+    """struct iovec[n] as uint64[n, 2]; spans over CALL_BYTES are cut."""
+    if lengths.size and int(lengths.max()) > CALL_BYTES:
+        count = -(-lengths // CALL_BYTES)
+        which = np.repeat(np.arange(lengths.size), count)
+        step = np.arange(which.size) - np.repeat(np.cumsum(count) - count, count)
+        addresses = addresses[which] + step.astype(np.uint64) * np.uint64(CALL_BYTES)
+        lengths = np.minimum(lengths[which] - step * CALL_BYTES, CALL_BYTES)
+    iovecs = np.empty((lengths.size, 2), np.uint64)
+    iovecs[:, 0] = addresses
+    iovecs[:, 1] = lengths
+    return iovecs
