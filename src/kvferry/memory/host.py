@@ -161,7 +161,7 @@ def allocate_shared(
         process keeps its own. Unlinked files ignore it.
 
     Every page is reserved before this returns, so that a lack of memory is an error here and not
-    SIGBUS later. Blocks meanwhile, for 0.2 s per GiB or more. Raises RegistrationError,
+    SIGBUS later. Blocks meanwhile, about 0.2 to 1 s per GiB. Raises RegistrationError,
     with nothing left behind, when memory, space or descriptors do not suffice.
     """
     if nbytes < 1:
