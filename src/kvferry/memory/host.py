@@ -400,7 +400,7 @@ def _check_memory(nbytes: int) -> None:
 def _available_bytes(root: str = "/") -> int | None:
     """Memory that can still be used: the machine's, or the container's limit if that is less."""
     found = []
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, LookupError):
         lines = Path(root, "proc/meminfo").read_text().splitlines()
         table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         found.append(table["MemAvailable"] + table["SwapFree"])
@@ -409,7 +409,7 @@ def _available_bytes(root: str = "/") -> int | None:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
     ):
         group = Path(root, "sys/fs/cgroup")
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, LookupError):
             words = (group / limit).with_name("memory.stat").read_text().split()
             table = dict(zip(words[::2], map(int, words[1::2]), strict=True))
             # Cached pages of files are given up when memory is short; shared memory is not
