@@ -191,7 +191,7 @@ def test_waiting_with_restart_brings_a_child_back():
     assert "decode-0 was ended by SIGKILL; starting it again in 0.5 s" in lines.of("kvferry")
 
 
-def test_children_die_with_a_launcher_that_is_killed():
+def test_children_die_with_a_launcher_that_is_killed(tmp_path):
     script = (
         "import sys; from kvferry.launcher import Fleet\n"
         f"fleet = Fleet('good', command={COMMAND!r}); fleet.start()\n"
@@ -199,14 +199,22 @@ def test_children_die_with_a_launcher_that_is_killed():
         "sys.stdin.read()\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # nobody is left to remove its directory
     ) as launcher:
         pids = [int(pid) for pid in launcher.stdout.readline().split()]
         assert len(pids) == 3
         assert all(is_running(pid) for pid in pids)
         launcher.kill()
         launcher.wait()
-        wait_gone(pids)
+        try:
+            wait_gone(pids)
+        finally:
+            for pid in pids:
+                if is_running(pid):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def test_a_fleet_without_decode_is_refused():
