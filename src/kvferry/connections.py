@@ -1,8 +1,9 @@
 """All connections of one engine: listening, accepting, dialling, lanes, and who is who.
 
-A connection is a session in one direction: requests go from the caller to the callee, and each engine
-dials the peers it wants something from. So two engines may hold two sessions, and no race between
-simultaneous dials has to be settled. Everything runs under the engine's lock unless it says so.
+A connection is a session in one direction: requests go from the caller to the callee, and each
+engine dials the peers it wants something from. So two engines may hold two sessions, and no race
+between simultaneous dials has to be settled. Everything runs under the engine's lock unless it
+says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry import __version__, sockets
@@ -87,7 +89,7 @@ class Connections:
 
     def _add_listener(self, sock: socket.socket) -> None:
         self._listeners.append(sock)
-        self._engine.loop.add(sock.fileno(), READ, lambda ready: self._accept(sock))
+        self._engine.loop.add(sock.fileno(), READ, lambda _ready: self._accept(sock))
 
     def _accept(self, listener: socket.socket) -> None:
         """Take one connection. Called by the loop."""
@@ -257,7 +259,7 @@ class Connections:
         with self._engine.locked():
             for peer in self._peers.get(expected, []) if expected else []:
                 if peer.caller and peer.is_open():
-                    self._engine.later(lambda: reply(peer, None))
+                    self._engine.later(partial(reply, peer, None))
                     return
             for dial in self._dialling:
                 if expected and dial.expected == expected:

@@ -14,9 +14,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
-
 
 from kvferry import planner, transports
 from kvferry.clock import Clock, SystemClock
@@ -72,8 +72,8 @@ class Engine:
     clock: where time comes from; tests pass a fake one.
     extra: transports that are not in the registry, by name, such as a FaultyTransport.
 
-    Usable as a context manager. All methods may be called from any thread unless they say otherwise.
-    After :meth:`close`, or in a forked child, they raise ClosedError.
+    Usable as a context manager. All methods may be called from any thread unless they say
+    otherwise. After :meth:`close`, or in a forked child, they raise ClosedError.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Engine:
         return self._registry.add(self, address, nbytes, access, keep=buffer)
 
     def deregister(self, registration: Registration) -> None:
-        """Called by Registration.close at its last use; blocks until no transfer uses the region."""
+        """Called by Registration.close at its last use; blocks until no transfer uses it."""
         with self.locked():
             for peer in self.connections.open_peers():
                 peer.send(RegionGone(registration.region.region_id))
@@ -245,7 +245,7 @@ class Engine:
         deadline: float,
         reply: Callable[[Any, KVFerryError | None], None],
     ) -> None:
-        """:meth:`Peer.region` without blocking; under the lock. ``reply`` comes once, without it."""
+        """:meth:`Peer.region` without blocking, under the lock. ``reply`` comes once, after it."""
         region_id, token = REF.unpack(ref)
         known = peer.regions.get(region_id)
         if known is not None and known.token == token:
@@ -278,9 +278,9 @@ class Engine:
     ) -> Transfer:
         """Fill local spans with the bytes of the peer's remote spans, in order.
 
-        Both lists must cover the same number of bytes; they may be cut differently. Returns at once,
-        or after the copy when it is short. Raises BoundsError, NoPathError (with the reasons),
-        BusyError, PeerLostError; what fails later is in the transfer.
+        Both lists must cover the same number of bytes; they may be cut differently. Returns at
+        once, or after the copy when it is short. Raises BoundsError, NoPathError (with the
+        reasons), BusyError, PeerLostError; what fails later is in the transfer.
         """
         return self._start(local, local_spans, remote, remote_spans, False, deadline_s)
 
@@ -374,6 +374,7 @@ class Engine:
                     stage="plan",
                     fix="make one of the reasons go away; 'tcp' needs the least",
                 )
+            transfer.plan = plan
             view = peer.view
             assert view is not None
             op = Operation(number, write, region, remote, view, a, b, lengths, nbytes, deadline)
@@ -606,7 +607,7 @@ class Engine:
         for key in [k for k in self._demoted if k[0] == peer.incarnation]:
             del self._demoted[key]
         for transport in self._transports.values():
-            self.later(lambda transport=transport: transport.disconnect(peer.incarnation))  # type: ignore[misc]
+            self.later(partial(transport.disconnect, peer.incarnation))
 
     @property
     def registry(self) -> Registry:

@@ -9,9 +9,9 @@ Decode, with those parameters and blocks of its own::
 
     claim = ferry.claim(params, blocks, n_tokens, on_end=start_decoding_or_recompute)
 
-Neither call blocks. Each ``on_end`` is called exactly once, from a thread of kvferry, and from then on
-nothing touches the blocks. The states and their rules are in ``protocol.handoff``; this file connects
-them with sessions and transfers.
+Neither call blocks. Each ``on_end`` is called exactly once, from a thread of kvferry, and from
+then on nothing touches the blocks. The states and their rules are in ``protocol.handoff``; this
+file connects them with sessions and transfers.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from kvferry.errors import (
 )
 from kvferry.layout import KVGeometry
 from kvferry.peers import Peer
+from kvferry.planner import Plan
 from kvferry.protocol import messages
 from kvferry.protocol.handoff import (
     AbortRead,
@@ -108,6 +109,7 @@ class ClaimEnd:
 
     extra: what prefill gave to its offer. path: ``"shm/pull"``, "" if nothing was moved.
     seconds: from claim to end. move_s: of that, the moving of bytes.
+    plan: why that path, and why not the others; None if nothing was moved.
     """
 
     claim_id: bytes
@@ -117,7 +119,7 @@ class ClaimEnd:
     path: str
     seconds: float
     move_s: float
-    reason: str = ""
+    plan: Plan | None
 
 
 @dataclass(slots=True)
@@ -154,7 +156,6 @@ class Claim:
     transfer: Transfer | None = None
     stop: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""
 
     def cancel(self) -> None:
         """Ask it to end early; ``on_end`` comes when its reading has stopped. Never blocks."""
@@ -202,8 +203,8 @@ class HandOff:
     ) -> Offer:
         """Offer the KV of the first ``n_tokens`` tokens in ``blocks`` (block numbers of the pool).
 
-        The KV must be complete: whoever claims may read at once. The blocks must stay untouched until
-        ``on_end``. extra: small JSON-able facts for decode, such as the first sampled token.
+        The KV must be complete: whoever claims may read at once. The blocks must stay untouched
+        until ``on_end``. extra: small JSON-able facts for decode, such as the first sampled token.
         expires_s: how long it may wait to be claimed; default is the engine's ``offer_s``.
         Raises UsageError, BoundsError for blocks outside the pool, BusyError, ClosedError.
         """
@@ -259,9 +260,9 @@ class HandOff:
         """Load the KV of an offer into ``blocks`` of this pool.
 
         params: as they came, not trusted. n_tokens: tokens that the caller expects; another number
-        fails the claim, since the prompts then differ. deadline_s: for the whole hand-off; default is
-        the engine's ``transfer_s``. The blocks must stay untouched until ``on_end``.
-        Raises UsageError for parameters that can never work, with the key named, and ClosedError;
+        fails the claim, since the prompts then differ. deadline_s: for the whole hand-off; default
+        is the engine's ``transfer_s``. The blocks must stay untouched until ``on_end``. Raises
+        UsageError for parameters that can never work, with the key named, and ClosedError;
         whatever fails later arrives as ``ClaimEnd.error``.
         """
         ours = parse_params(params)
@@ -479,6 +480,7 @@ class HandOff:
             path=transfer.path if transfer else "",
             seconds=self.engine.clock.now() - claim.began,
             move_s=transfer.seconds if transfer else 0.0,
+            plan=transfer.plan if transfer else None,
         )
         if action.error is not None and claim.peer is not None:
             action.error.located(peer=claim.peer.name)

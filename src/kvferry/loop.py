@@ -1,8 +1,9 @@
-"""One thread for everything that waits on control sockets, and for timers. Bulk bytes never pass here.
+"""One thread for everything that waits on control sockets, and for timers. Bulk bytes never pass
+here.
 
 Handlers are called in the loop's thread and must not block. The thread sleeps until a socket is
-ready, a timer is due or somebody calls :meth:`ControlLoop.wake`; it looks at the clock at least every
-``TICK_S``, so a caller that adds a deadline farther away than that need not wake it.
+ready, a timer is due or somebody calls :meth:`ControlLoop.wake`; it looks at the clock at least
+every ``TICK_S``, so a caller that adds a deadline farther away than that need not wake it.
 """
 
 from __future__ import annotations

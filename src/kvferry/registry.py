@@ -1,4 +1,6 @@
-"""The regions of one engine: made, looked up under a peer's claim, and let go when nobody uses them."""
+"""The regions of one engine: made, looked up under a peer's claim, and let go when nobody uses
+them.
+"""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ def resolve(host: str, port: int, timeout_s: float) -> list[tuple[int, tuple[obj
 def advertised_host(listen_host: str, advertise: str, timeout_s: float) -> str:
     """The numeric host that peers are told.
 
-    A name is resolved once, here. Raises ConfigError when the result is loopback although the engine
-    listens for other machines: Debian maps a machine's own name to 127.0.1.1.
+    A name is resolved once, here. Raises ConfigError when the result is loopback although the
+    engine listens for other machines: Debian maps a machine's own name to 127.0.1.1.
     """
     wanted = advertise or listen_host
     wildcard = wanted in ("0.0.0.0", "::")
@@ -280,7 +280,7 @@ def receive(sock: socket.socket, nbytes: int = RECEIVE_BYTES) -> tuple[bytes, li
 
 
 def send(sock: socket.socket, data: bytes | memoryview, fds: tuple[int, ...]) -> int:
-    """Send what fits; the descriptors go with the first byte. Returns bytes sent, 0 if none fits."""
+    """Send what fits, the descriptors with the first byte. Returns bytes sent, 0 if none fits."""
     flags = socket.MSG_NOSIGNAL
     try:
         if fds:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from kvferry.errors import DeadlineError, KVFerryError
+from kvferry.planner import Plan
 
 
 class Transfer:
@@ -20,6 +21,8 @@ class Transfer:
     transfer_id: unique in the engine. write: whether local bytes go to the peer.
     nbytes: what it should move. bytes_done: what it has moved, known at the end.
     path: ``"shm/pull"`` and the like, "" until one was chosen. seconds: from submit to end.
+    plan: the planner's ranking behind that choice, with its reasons; None if there was nothing to
+    move.
     """
 
     __slots__ = (
@@ -33,6 +36,7 @@ class Transfer:
         "nbytes",
         "path",
         "peer_name",
+        "plan",
         "seconds",
         "transfer_id",
         "write",
@@ -52,6 +56,7 @@ class Transfer:
         self.write = write
         self.peer_name = peer_name
         self.path = ""
+        self.plan: Plan | None = None
         self.bytes_done = 0
         self.seconds = 0.0
         self.error: KVFerryError | None = None
@@ -68,8 +73,9 @@ class Transfer:
     def wait(self, timeout_s: float | None = None) -> int:
         """Block until the end; returns the bytes moved.
 
-        Without ``timeout_s`` the transfer's own deadline bounds the wait. Raises the transfer's error,
-        or DeadlineError when ``timeout_s`` passed first; then the transfer is still running.
+        Without ``timeout_s`` the transfer's own deadline bounds the wait. Raises the transfer's
+        error, or DeadlineError when ``timeout_s`` passed first; then the transfer is still
+        running.
         """
         if not self._over:
             with self._lock:
@@ -94,7 +100,7 @@ class Transfer:
         return self.bytes_done
 
     def cancel(self) -> None:
-        """Ask it to stop. It still ends by itself, soon, usually with AbortedError. Never blocks."""
+        """Ask it to stop. It ends by itself soon, usually with AbortedError. Never blocks."""
         if not self._over:
             self._cancel(self)
 

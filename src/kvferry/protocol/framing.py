@@ -4,9 +4,9 @@ A frame is a 12-byte header and a msgpack payload::
 
     4s magic "KVFY" | u8 version | u8 descriptors | u16 zero | u32 payload bytes   (little endian)
 
-``descriptors`` counts the file descriptors that travel with the frame's first byte (SCM_RIGHTS; Unix
-sockets only). The header is checked before any payload is kept, so that a stranger's bytes cost
-nothing, and a peer of another version is told apart from noise.
+``descriptors`` counts the file descriptors that travel with the frame's first byte (SCM_RIGHTS;
+Unix sockets only). The header is checked before any payload is kept, so that a stranger's bytes
+cost nothing, and a peer of another version is told apart from noise.
 """
 
 from __future__ import annotations

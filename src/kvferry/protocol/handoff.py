@@ -1,4 +1,5 @@
-"""The hand-off: what may happen to an offer (prefill's half) and to a claim (decode's half). Sans-IO.
+"""The hand-off: what may happen to an offer (prefill's half) and to a claim (decode's half).
+Sans-IO.
 
 Both halves are a table from (state, event) to the next state, and a small class that applies the
 table and says what must be done: send this, start that read, report that end. No socket, clock or
@@ -19,12 +20,14 @@ Claim::
 
 ``stop`` is any of: cancelled, deadline, withdrawn by the offerer, peer lost. Rules that hold:
 
-* Decode may use the blocks only in LOADED, which only prefill's Confirmed leads to. Prefill confirms
+* Decode may use the blocks only in LOADED, which only prefill's Confirmed leads to. Prefill
+confirms
   only while the offer is CLAIMED by that claim over that session, so its blocks were pinned for the
   whole time of the reading: a late reader can never produce a token.
 * A claim's end is reported after its own reading has stopped, never before: from then on its blocks
   can be given to somebody else.
-* While CLAIMED, prefill's blocks stay pinned until decode confirms, decode says that its reading has
+* While CLAIMED, prefill's blocks stay pinned until decode confirms, decode says that its reading
+has
   stopped, decode is lost, or the lease expires. Cancelling a claimed offer therefore only withdraws
   it; the end comes with one of those four.
 * Every state that is not an end has a deadline.

@@ -1,8 +1,8 @@
 """What peers say to each other. Every message is a tagged msgspec struct.
 
-Rules of change: a field is never removed, renamed or moved; a new field goes last and has a default;
-a new message gets a new tag. Anything else is a new protocol version. Block tables and spans travel
-as raw little-endian array bytes, never as lists, and never as addresses.
+Rules of change: a field is never removed, renamed or moved; a new field goes last and has a
+default; a new message gets a new tag. Anything else is a new protocol version. Block tables and
+spans travel as raw little-endian array bytes, never as lists, and never as addresses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Hello(Message, frozen=True):
     incarnation: minted when the engine started; the peer's only identity.
     expected: incarnation that the caller wants to reach, or empty; a mismatch is refused.
     purpose: ``"control"``, or the name of a streamed transport for a lane.
-    key: on a lane, the session key that the callee gave in its control hello; else the sender's own.
+    key: on a lane, the session key that the callee gave in its control hello; else the sender's
+    own.
     process, host: equal when both engines share a process, or a kernel.
     transports: names that the sender can use.
     addresses: where the sender listens, best first.
@@ -98,7 +99,7 @@ class Describe(Message, frozen=True):
 
 
 class Description(Message, frozen=True):
-    """How to reach a region: one export per transport, descriptors in the order of ``fd_owners``."""
+    """How to reach a region: an export per transport, descriptors in the order of ``fd_owners``."""
 
     request_id: Count
     region_id: Count

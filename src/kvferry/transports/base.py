@@ -1,12 +1,13 @@
 """The one interface that every transport implements.
 
-A transport moves bytes between a local and a remote region. It takes *operations*: paired span lists
-that the engine has already checked and merged. It never retries, never chooses and never waits for
-the engine; it reports each operation's end exactly once through :meth:`Services.complete`.
+A transport moves bytes between a local and a remote region. It takes *operations*: paired span
+lists that the engine has already checked and merged. It never retries, never chooses and never
+waits for the engine; it reports each operation's end exactly once through
+:meth:`Services.complete`.
 
-Three families implement it. A *mapped* transport (``mapped.py``) makes the peer's memory appear here
-and copies. A *streamed* one (``stream.py``) sends bytes through a channel. A *remote* one lets the
-kernel or a card fetch them. Most transports subclass one of the families and stay short.
+Three families implement it. A *mapped* transport (``mapped.py``) makes the peer's memory appear
+here and copies. A *streamed* one (``stream.py``) sends bytes through a channel. A *remote* one
+lets the kernel or a card fetch them. Most transports subclass one of the families and stay short.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class Operation:
     """One transfer by one path.
 
     ``write`` is seen from here: local bytes go to the peer. The three arrays are int64[n], paired,
-    inside their regions, all lengths positive. ``deadline`` is in the engine's clock. ``stop`` is set
-    when the operation should end early; whoever moves bytes looks at it between pieces.
+    inside their regions, all lengths positive. ``deadline`` is in the engine's clock. ``stop`` is
+    set when the operation should end early; whoever moves bytes looks at it between pieces.
     """
 
     op_id: int
@@ -133,7 +134,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A region of ours that a peer's transfer may touch while it is open: addresses of the spans."""
+    """Spans of a region of ours that a peer's transfer may touch while this is open."""
 
     addresses: U64
     lengths: I64
@@ -229,10 +230,10 @@ class Transport(ABC):
 
     @abstractmethod
     def submit(self, op: Operation) -> None:
-        """Start an operation. It may be complete on return. Raises BusyError; then it never began."""
+        """Start an operation. It may be complete on return. After BusyError it never began."""
 
     def abort(self, op: Operation, error: KVFerryError) -> None:
-        """Ask a running operation to end with ``error``. Its completion comes when it has stopped."""
+        """Ask an operation to end with ``error``. Its completion comes when it has stopped."""
         op.stop = op.stop or error
 
     def accept(self, sock: socket.socket, fd: int, hello: Hello) -> None:

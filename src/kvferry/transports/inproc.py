@@ -12,7 +12,7 @@ import threading
 from kvferry.errors import RegistrationError, StaleRegionError
 from kvferry.regions import Region
 from kvferry.transports.base import Capabilities, Export, PeerView, RemoteRegion
-from kvferry.transports.mapped import Mapping, MappedTransport, refuse_missing
+from kvferry.transports.mapped import MappedTransport, Mapping, refuse_missing
 
 _FORMAT = struct.Struct("<QQ")
 DEREGISTER_S = 5.0

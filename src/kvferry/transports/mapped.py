@@ -1,7 +1,8 @@
-"""The mapped family: the peer's memory appears in this address space, and one copy moves everything.
+"""The mapped family: the peer's memory appears in this address space, and one copy moves
+everything.
 
-A subclass supplies :meth:`MappedTransport.map` alone. Mappings are made at first use, once per region
-of a peer, and dropped when the region or the peer goes and no copy uses them any more.
+A subclass supplies :meth:`MappedTransport.map` alone. Mappings are made at first use, once per
+region of a peer, and dropped when the region or the peer goes and no copy uses them any more.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class MappedTransport(Transport):
             self.abort(op, AbortedError("the engine is closing", stage="move"))
         with self._lock:
             self._idle.wait_for(lambda: not self._ops, timeout=10.0)
-        self._doom(lambda key: True)
+        self._doom(lambda _key: True)
 
     def statistics(self) -> dict[str, int]:
         with self._lock:

@@ -1,8 +1,9 @@
 """shm: the peer's memfd, passed over the Unix socket, is mapped here; one copy moves everything.
 
-Reading maps the descriptor read-only, and a region that is not registered for writing is exported by
-a descriptor that can only be read, so a broken peer cannot damage a KV pool. The descriptor must be
-sealed against shrinking, otherwise its owner could kill us with SIGBUS; the receiver checks that.
+Reading maps the descriptor read-only, and a region that is not registered for writing is exported
+by a descriptor that can only be read, so a broken peer cannot damage a KV pool. The descriptor
+must be sealed against shrinking, otherwise its owner could kill us with SIGBUS; the receiver
+checks that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvferry.errors import RegistrationError
 from kvferry.memory.host import map_shared, readonly_fd
 from kvferry.regions import READ, Region
 from kvferry.transports.base import Capabilities, Export, PeerView, RemoteRegion
-from kvferry.transports.mapped import Mapping, MappedTransport, refuse_missing
+from kvferry.transports.mapped import MappedTransport, Mapping, refuse_missing
 
 
 class ShmTransport(MappedTransport):

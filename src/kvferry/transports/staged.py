@@ -1,9 +1,10 @@
-"""staged: bytes flow through a small ring in shared memory, for memory that cannot itself be shared.
+"""staged: bytes flow through a small ring in shared memory, for memory that cannot itself be
+shared.
 
-The caller of a lane makes the ring (a sealed memfd) and passes it with the hello. The sender gathers
-into a slot and rings: 16 bytes on the lane's Unix socket that name slot and size. The receiver
-scatters the slot and rings back. Several slots let both copies run at once. The socket also tells
-each side at once when the other dies.
+The caller of a lane makes the ring (a sealed memfd) and passes it with the hello. The sender
+gathers into a slot and rings: 16 bytes on the lane's Unix socket that name slot and size. The
+receiver scatters the slot and rings back. Several slots let both copies run at once. The socket
+also tells each side at once when the other dies.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvferry.memory.copy import gather, scatter
 from kvferry.memory.host import allocate_shared, map_shared
 from kvferry.protocol.messages import Hello
 from kvferry.regions import I64, U64, Region
-from kvferry.transports.base import Capabilities, Export, PeerView, RemoteRegion, Services
+from kvferry.transports.base import Capabilities, Export, PeerView, Services
 from kvferry.transports.stream import Channel, StreamedTransport, Watch
 
 _BELL = struct.Struct("<IIQ")

@@ -1,10 +1,10 @@
 """The streamed family: bytes flow through a channel in order; each end uses its own memory.
 
-A *lane* is one long-lived connection to a peer, opened at first use and kept. Its caller sends a Move
-that names spans of the callee's region; the callee checks them and answers Ready or Failure; then the
-bytes flow, in the order of the spans, from whichever side sends. One transfer at a time uses a lane;
-each side has one thread per lane, which blocks in calls that release the interpreter lock. A
-subclass supplies the channel alone.
+A *lane* is one long-lived connection to a peer, opened at first use and kept. Its caller sends a
+Move that names spans of the callee's region; the callee checks them and answers Ready or Failure;
+then the bytes flow, in the order of the spans, from whichever side sends. One transfer at a time
+uses a lane; each side has one thread per lane, which blocks in calls that release the interpreter
+lock. A subclass supplies the channel alone.
 
 A lane whose stream lost its place (deadline, abort, error in the middle) is closed and a new one is
 opened for the next transfer. A lane that died while idle is noticed before use, and a transfer that

@@ -25,7 +25,8 @@ IOVECS_MAX = 1024
 CALL_BYTES = 1 << 20
 """Bytes per system call: larger calls are slower on loopback, and less often interruptible."""
 LOOPBACK_BUFFER_BYTES = 256 << 10
-"""On loopback a small socket buffer stays in the cache; elsewhere the kernel's autotuning is best."""
+"""On loopback a small socket buffer stays in the cache; elsewhere the kernel's autotuning is best.
+"""
 
 
 class _MsgHdr(ctypes.Structure):

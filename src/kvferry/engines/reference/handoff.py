@@ -1,0 +1,148 @@
+"""How this engine hands KV over: the part that an engine's author copies.
+
+Everything kvferry needs of an engine is here: memory for the KV pool that peers can reach, a
+geometry that says what lies where in it, and two calls: ``offer`` when a prompt's KV is complete,
+``claim`` when blocks for a prompt are allocated, each with what to do when it has ended. The
+scheduler keeps the blocks untouched in between; that is all the co-operation it takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvferry.config import EngineConfig
+from kvferry.engine import Engine
+from kvferry.engines.reference.config import ModelConfig
+from kvferry.engines.reference.connector import ClaimHandle, ClaimResult, KVConnector
+from kvferry.engines.reference.kvcache import PagedKV
+from kvferry.engines.reference.sequence import Sequence
+from kvferry.errors import KVFerryError
+from kvferry.handoff import ClaimEnd, HandOff, Offer, OfferEnd
+from kvferry.layout import KVGeometry
+
+if TYPE_CHECKING:
+    from kvferry.engines.reference.server import ServerConfig
+
+RECENT_MAX = 64
+"""Ended claims that ``/debug/state`` shows."""
+
+
+class KVFerryConnector:
+    """Offers and claims of one engine process.
+
+    engine: moves the bytes; closed together with the connector. ferry: the hand-off over it.
+    """
+
+    def __init__(self, engine: Engine, ferry: HandOff) -> None:
+        self._engine = engine
+        self._ferry = ferry
+        self._offers: dict[str, Offer] = {}
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_MAX)
+        self._plan = ""
+
+    def offer(
+        self, sequence: Sequence, first_token: int, on_end: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """See KVConnector. The first token travels along, so decode need not sample it again."""
+
+        def ended(end: OfferEnd) -> None:
+            self._offers.pop(sequence.id, None)
+            on_end(end.code)
+
+        offer = self._ferry.offer(
+            sequence.prompt_blocks,
+            len(sequence.prompt),
+            extra={"first_token": first_token},
+            on_end=ended,
+        )
+        self._offers[sequence.id] = offer
+        return offer.params
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """See KVConnector."""
+        offer = self._offers.get(sequence.id)
+        if offer is not None:
+            offer.cancel()
+
+    def claim(
+        self,
+        sequence: Sequence,
+        params: dict[str, Any],
+        on_end: Callable[[ClaimResult], None],
+    ) -> ClaimHandle:
+        """See KVConnector. After a failure the engine computes the prompt itself, or fails it."""
+
+        def ended(end: ClaimEnd) -> None:
+            self._note(sequence, end)
+            on_end(
+                ClaimResult(
+                    first_token=end.extra.get("first_token"),
+                    error=end.error,
+                    nbytes=end.nbytes,
+                    seconds=end.seconds,
+                    path=end.path,
+                )
+            )
+
+        return self._ferry.claim(params, sequence.prompt_blocks, len(sequence.prompt), on_end=ended)
+
+    def close(self) -> None:
+        """See KVConnector. Peers are told, so that none of them waits for a lease to run out."""
+        self._engine.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """For ``/debug/state``: what moved, by which path and why, and what is under way."""
+        return {
+            **self._engine.statistics(),
+            "plan": self._plan,
+            "recent_claims": list(self._recent),
+        }
+
+    def _note(self, sequence: Sequence, end: ClaimEnd) -> None:
+        if end.plan is not None:
+            self._plan = end.plan.explain()
+        self._recent.append(
+            {
+                "id": sequence.id,
+                "tokens": len(sequence.prompt),
+                "path": end.path,
+                "nbytes": end.nbytes,
+                "seconds": end.seconds,
+                "move_s": end.move_s,
+                "error": end.error.as_dict() if end.error else None,
+            }
+        )
+
+
+def kvferry_connector(config: EngineConfig) -> Callable[[ServerConfig, ModelConfig], Any]:
+    """A connector factory for ServerConfig: KV in memory that peers can map, and its mover."""
+
+    def make(server: ServerConfig, model: ModelConfig) -> tuple[PagedKV, KVConnector]:
+        engine = Engine(config)
+        try:
+            nbytes = PagedKV.nbytes(model, server.block_tokens, server.blocks)
+            pool = engine.allocate(nbytes)
+            kv = PagedKV(
+                model,
+                block_tokens=server.block_tokens,
+                blocks=server.blocks,
+                buffer=pool.array,
+            )
+            geometry = KVGeometry(
+                model=model.name,
+                layers=model.layers,
+                kv_heads=model.kv_heads,
+                head_dim=model.head_dim,
+                dtype="float32",
+                block_tokens=server.block_tokens,
+                blocks=server.blocks,
+                layout="LKBTHD",
+            )
+            return kv, KVFerryConnector(engine, HandOff(engine, pool, geometry))
+        except KVFerryError:
+            engine.close()
+            raise
+
+    return make
