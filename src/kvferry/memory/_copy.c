@@ -33,11 +33,11 @@
 enum {
     LINE = 64,
     STREAM_BYTES = 1024,        /* shorter spans: memcpy is as fast, and simpler */
-    STREAM_BATCH = 512 << 10,   /* smaller batches stay in the cache, where the reader wants them */
+    STREAM_BATCH = 1 << 20,     /* smaller batches stay in the cache, where the reader wants them */
     AHEAD = 512,                /* bytes to prefetch ahead inside a span */
     HEAD = 512,                 /* bytes of the next span to prefetch */
     LATE = 4096,                /* how long before the end of a span the next one is touched */
-    NEAR = 4,                   /* spans to look ahead while they are short */
+    NEAR = 8,                   /* spans to look ahead while they are short */
     GIL_BYTES = 64 << 10,       /* below, giving up the lock can cost more than the copy */
     GIL_SPANS = 512,
     THREAD_BYTES = 8 << 20,     /* below, starting a thread costs more than it saves */
