@@ -502,18 +502,14 @@ class Engine:
             path = running.plan.paths[running.place]
             self._counts["bytes"] += op.nbytes
             self._bytes_by_path[path.name] = self._bytes_by_path.get(path.name, 0) + op.nbytes
-            if op.nbytes >= RATE_FROM_BYTES and seconds > 0:
-                self._measure((op.peer.incarnation, path.transport, path.direction), op, seconds)
+            moving_s = self.clock.now() - (op.began_at or running.began)
+            if op.nbytes >= RATE_FROM_BYTES and moving_s > 0:
+                key = (op.peer.incarnation, path.transport, path.direction)
+                rate = self._rates.get(key, Rate())
+                self._rates[key] = rate.with_sample(op.nbytes / moving_s)
         else:
             self._counts["failed"] += 1
         self.later(lambda: transfer._finish(bytes_done, error, seconds))
-
-    def _measure(self, key: tuple[bytes, str, str], op: Operation, seconds: float) -> None:
-        """Keep a path's speed as a mean that forgets. Queueing counts: it is what callers feel."""
-        speed, old = op.nbytes / seconds, self._rates.get(key)
-        if old is not None:
-            speed = 0.8 * old.bytes_per_s + 0.2 * speed
-        self._rates[key] = Rate(speed, op.nbytes + (old.bytes_seen if old else 0))
 
     # -- aborts and time ----------------------------------------------------------------------
 

@@ -317,7 +317,7 @@ class Peer:
     # -- the end ----------------------------------------------------------------------------
 
     def release(self) -> tuple[socket.socket, int]:
-        """Give the socket away, as a lane, and its descriptor or -1. What is queued is sent first."""
+        """Give the socket and a descriptor (or -1) away, as a lane; what is queued is sent first."""
         self.flush()
         self.lost = PeerLostError("the connection became a lane")
         self.engine.loop.remove(self.fd)

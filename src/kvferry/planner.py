@@ -45,12 +45,30 @@ class TransportFacts:
     blocked: str = ""
 
 
+SAMPLES_MAX = 16
+SAMPLES_MIN = 3
+"""So many transfers must have been seen before a path's speed counts as measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Measured speed of a path: bytes per second, over so many bytes."""
+    """What was seen of a path: bytes per second of its latest transfers, oldest first."""
 
-    bytes_per_s: float
-    bytes_seen: int
+    samples: tuple[float, ...] = ()
+
+    def with_sample(self, bytes_per_s: float) -> Rate:
+        return Rate((*self.samples, bytes_per_s)[-SAMPLES_MAX:])
+
+    @property
+    def is_measured(self) -> bool:
+        return len(self.samples) >= SAMPLES_MIN
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The best of the latest. A busy machine, a first touch of memory or a queue only ever make
+        a transfer slower, so the best says most about the path.
+        """
+        return max(self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +129,16 @@ def rank(
     direction = "push" if pair.write else "pull"
     good: list[tuple[bool, float, RankedPath]] = []
     rejected: dict[str, str] = {}
+    known = {k: rate for k, rate in (rates or {}).items() if rate.is_measured}
+    transports = list(transports)
+    scale = _scale(transports, direction, known)
     for facts in transports:
         why_not = _objection(pair, facts)
         if why_not:
             rejected[facts.name] = why_not
             continue
         key = (facts.name, direction)
-        expected, reason = _expect(facts.capabilities, nbytes, spans, (rates or {}).get(key))
+        expected, reason = _expect(facts.capabilities, nbytes, spans, known.get(key), scale)
         failed = (demoted or {}).get(key, "")
         if failed:
             reason += f"; tried last, because it failed lately: {failed}"
@@ -157,12 +178,29 @@ def _objection(pair: PairFacts, facts: TransportFacts) -> str:
     return facts.blocked
 
 
-def _expect(can: Capabilities, nbytes: int, spans: int, rate: Rate | None) -> tuple[float, str]:
-    speed = rate.bytes_per_s if rate else can.bytes_per_s
+def _scale(
+    transports: list[TransportFacts], direction: str, known: Mapping[PathKey, Rate]
+) -> float:
+    """How much slower than expected this machine is, by the paths that were measured; at most 1.
+
+    A path that was never tried must not win because the others were measured on a slow machine.
+    """
+    ratios = [
+        known[facts.name, direction].bytes_per_s / facts.capabilities.bytes_per_s
+        for facts in transports
+        if (facts.name, direction) in known
+    ]
+    return min([1.0, *ratios])
+
+
+def _expect(
+    can: Capabilities, nbytes: int, spans: int, rate: Rate | None, scale: float
+) -> tuple[float, str]:
+    speed = rate.bytes_per_s if rate else can.bytes_per_s * scale
     seconds = can.latency_s + spans * can.span_s + nbytes / speed
     if rate:
-        return seconds, f"measured {speed / 1e9:.1f} GB/s in use, {_time(seconds)} for this size"
-    return seconds, f"about {speed / 1e9:.1f} GB/s expected, {_time(seconds)} for this size"
+        return seconds, f"{speed / 1e9:.2g} GB/s measured in use, {_time(seconds)} for this size"
+    return seconds, f"{speed / 1e9:.2g} GB/s expected, {_time(seconds)} for this size"
 
 
 def _time(seconds: float) -> str:

@@ -110,6 +110,7 @@ class Operation:
     ``write`` is seen from here: local bytes go to the peer. The three arrays are int64[n], paired,
     inside their regions, all lengths positive. ``deadline`` is in the engine's clock. ``stop`` is
     set when the operation should end early; whoever moves bytes looks at it between pieces.
+    ``began_at`` is set by the transport when bytes begin to move: waiting is not slowness.
     """
 
     op_id: int
@@ -123,6 +124,7 @@ class Operation:
     nbytes: int
     deadline: float
     stop: KVFerryError | None = None
+    began_at: float = 0.0
 
     def local_addresses(self) -> U64:
         return self.local_offsets.view("u8") + self.local.address

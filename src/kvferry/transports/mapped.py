@@ -120,6 +120,7 @@ class MappedTransport(Transport):
         mapping = None
         try:
             mapping = self._enter(op, key)
+            op.began_at = services.clock.now()
             remote = op.remote_offsets.view("u8") + mapping.address
             local = op.local_addresses()
             target, source = (remote, local) if op.write else (local, remote)

@@ -413,6 +413,7 @@ class _Lane:
             deadline_s=max(op.deadline - self.pool.services.clock.now(), 0.0),
         )
         channel = self._begin(head, nbytes, watch)
+        op.began_at = op.began_at or self.pool.services.clock.now()
         addresses = op.local_addresses()[span]
         if op.write:
             channel.send_spans(addresses, lengths, watch)
