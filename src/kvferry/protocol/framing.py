@@ -12,6 +12,7 @@ cost nothing, and a peer of another version is told apart from noise.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.errors import ProtocolError, VersionError
@@ -39,7 +40,12 @@ class Frame:
 
 
 def encode(payload: bytes, *, descriptors: int = 0, limit: int = CONTROL_BYTES_MAX) -> bytes:
-    """Header and payload. Raises ProtocolError when our own message is over ``limit``."""
+    """Header and payload. Raises ProtocolError when our own message is over a limit."""
+    if not 0 <= descriptors <= DESCRIPTORS_MAX:
+        raise ProtocolError(
+            f"{descriptors} descriptors with one message; at most {DESCRIPTORS_MAX} are allowed",
+            fix="describe a region by fewer transports at once",
+        )
     if len(payload) > limit:
         raise ProtocolError(
             f"message of {len(payload)} bytes is over the limit of {limit}",
@@ -77,7 +83,8 @@ def check_header(header: bytes | bytearray, limit: int) -> tuple[int, int]:
 class FrameDecoder:
     """Cuts a stream into frames; feed it bytes as they come, in any pieces.
 
-    After an exception the decoder is dead: the stream has no known boundary any more.
+    ``limit`` may be changed between two frames, even of one piece. After an exception the decoder
+    is dead: the stream has no known boundary any more.
     """
 
     def __init__(self, limit: int) -> None:
@@ -88,20 +95,27 @@ class FrameDecoder:
         """Bytes kept of an incomplete frame."""
         return len(self._buffer)
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """Frames that are complete after ``data``."""
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Frames that are complete after ``data``, each cut when it is asked for.
+
+        So what precedes bad bytes is delivered before they raise, however the stream was cut, and
+        the first frame can raise the limit for the second.
+        """
         self._buffer += data
-        frames: list[Frame] = []
+        return self._frames()
+
+    def _frames(self) -> Iterator[Frame]:
         while True:
             if len(self._buffer) < HEADER.size:
                 # Noise is refused at its fourth byte, not when twelve have trickled in.
                 head = bytes(self._buffer[: len(MAGIC)])
                 if not MAGIC.startswith(head):
                     check_header(head.ljust(HEADER.size, b"\0"), self.limit)
-                return frames
+                return
             nbytes, descriptors = check_header(self._buffer, self.limit)
             end = HEADER.size + nbytes
             if len(self._buffer) < end:
-                return frames
-            frames.append(Frame(bytes(self._buffer[HEADER.size : end]), descriptors))
+                return
+            frame = Frame(bytes(self._buffer[HEADER.size : end]), descriptors)
             del self._buffer[:end]
+            yield frame

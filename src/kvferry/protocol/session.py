@@ -128,7 +128,7 @@ class Session:
         if self.state is State.CLOSED:
             return []
         if self.state is State.HELLO:
-            if now - self._began_at >= self._timing.hello_s:
+            if now >= self._began_at + self._timing.hello_s:
                 return [
                     self._close(
                         UnreachableError(
@@ -138,8 +138,9 @@ class Session:
                     )
                 ]
             return []
-        silence = now - self._heard_at
-        if silence >= self._timing.lost_s:
+        # Compared as in due(), so that a tick at the very time due() names is never too early.
+        if now >= self._heard_at + self._timing.lost_s:
+            silence = now - self._heard_at
             return [
                 self._close(
                     PeerLostError(
@@ -148,7 +149,7 @@ class Session:
                     )
                 )
             ]
-        if now - self._spoke_at >= self._timing.heartbeat_s:
+        if now >= self._spoke_at + self._timing.heartbeat_s:
             self._queue(Ping(0))
             self._spoke_at = now
         return []
@@ -174,7 +175,9 @@ class Session:
         self._spoke_at = now
 
     def reject(self, error: KVFerryError) -> list[Event]:
-        """Refuse the peer, saying why."""
+        """Refuse the peer, saying why. Nothing happens to a session that is over."""
+        if self.state is State.CLOSED:
+            return []
         self._queue(Reject(error.code, messages.clip(error.message)))
         return [self._close(error)]
 
@@ -187,20 +190,25 @@ class Session:
 
     def _take(self, message: Any, descriptors: int, events: list[Event], now: float) -> None:
         if self.state is State.HELLO:
-            self._take_hello(message, events)
+            self._take_hello(message, descriptors, events)
         elif isinstance(message, Ping):
+            _no_descriptors(message, descriptors)
             self._queue(Pong(message.request_id))
             self._spoke_at = now
         elif isinstance(message, Hello):
             raise ProtocolError("a second hello on an open session")
-        elif not (isinstance(message, Pong) and message.request_id == 0):
+        elif isinstance(message, Pong) and message.request_id == 0:
+            _no_descriptors(message, descriptors)
+        else:
             events.append(Received(message, descriptors))
 
-    def _take_hello(self, message: Any, events: list[Event]) -> None:
+    def _take_hello(self, message: Any, descriptors: int, events: list[Event]) -> None:
         if isinstance(message, Reject) and self._caller:
             raise from_code(message.code, message.message, stage="connect")
         if not isinstance(message, Hello):
             raise ProtocolError(f"expected a hello, got {type(message).__name__}")
+        if self._caller or message.purpose == "control":
+            _no_descriptors(message, descriptors)
         wanted = self._hello.expected if self._caller else message.expected
         actual = message.incarnation if self._caller else self._hello.incarnation
         if wanted and wanted != actual:
@@ -221,3 +229,13 @@ class Session:
     def _close(self, error: KVFerryError) -> Closed:
         self.state = State.CLOSED
         return Closed(error.located(peer=self.peer_name))
+
+
+def _no_descriptors(message: Message, descriptors: int) -> None:
+    """Refuse descriptors with a message that the layer above never sees.
+
+    It would count them to the next message that does have some, and map the wrong memory.
+    """
+    if descriptors:
+        kind = type(message).__name__.lower()
+        raise ProtocolError(f"{descriptors} descriptors came with a {kind}")
