@@ -55,7 +55,8 @@ def main(
         if total_bytes % size:
             raise click.BadParameter(f"{size // KIB} KiB does not divide {total_bytes // MIB} MiB")
     rivals = [r for r in all_rivals() if not only or any(word in r.name for word in only)]
-    if setup and not BENCH_PYTHON.exists():
+    wanted = any(not rival.name.startswith("kvferry") for rival in rivals)
+    if setup and wanted and not BENCH_PYTHON.exists():
         console.print("Installing the rivals into .venv-bench ...")
         subprocess.run(["sh", str(ROOT / "scripts" / "bench_setup.sh")], check=False)
 
@@ -68,9 +69,9 @@ def main(
         except RivalError as error:
             raise click.ClickException(str(error)) from error
     rows = [yardstick, *rivals]
-    report.show(console, cells, rows, rounds)
+    report.show(console, cells, rows, contest.figures, rounds)
     settings = {"total_bytes": total_bytes, "rounds": rounds, "quick": quick}
-    report.save(output, cells, rows, settings)
+    report.save(output, cells, rows, contest.figures, settings)
     console.print(f"Written: {output}", highlight=False)
 
 

@@ -86,10 +86,6 @@ class Rival(ABC):
     name: str
     note = ""
 
-    def serves(self, case: Case) -> bool:
-        """Whether the case means anything for this rival. Does not block."""
-        return True
-
     @abstractmethod
     def start(self, pool_bytes: int) -> None:
         """Start the processes, register pools of ``pool_bytes``, connect. MissingError if absent.
@@ -118,6 +114,10 @@ class Rival(ABC):
 
     def resume(self) -> None:  # noqa: B027
         """Undo ``pause``."""
+
+    def figures(self) -> dict[str, float]:
+        """Other measurements that only this rival has; names end in the unit. May be empty."""
+        return {}
 
     def facts(self) -> dict[str, Any]:
         """Versions and settings worth keeping with the results, as plain JSON types."""

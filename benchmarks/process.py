@@ -117,7 +117,8 @@ class ProcessRival(Rival):
 
     name: row of the table. module: such as ``"benchmarks.rival_nixl"``, which calls
     :func:`benchmarks.worker.serve`. env: added to the environment of both. alone: there is only a
-    target, as for memcpy.
+    target, as for memcpy. sleeps: idle processes use no processor time, so they are not stopped
+    during the turns of others.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class ProcessRival(Rival):
         python: Path = BENCH_PYTHON,
         env: dict[str, str] | None = None,
         alone: bool = False,
+        sleeps: bool = False,
         note: str = "",
         deadline_s: float = DEADLINE_S,
     ) -> None:
@@ -137,6 +139,7 @@ class ProcessRival(Rival):
         self._python = python
         self._env = env or {}
         self._alone = alone
+        self._sleeps = sleeps
         self._deadline_s = deadline_s
         self._children: list[Child] = []
         self._case: Case | None = None
@@ -172,6 +175,8 @@ class ProcessRival(Rival):
         return bool(answer["ok"])
 
     def pause(self) -> None:
+        if self._sleeps:
+            return
         for child in self._children:
             child.signal(signal.SIGSTOP)
 
@@ -184,6 +189,9 @@ class ProcessRival(Rival):
         for child in reversed(self._children):
             child.stop()
         self._children = []
+
+    def figures(self) -> dict[str, float]:
+        return self._children[-1].ask(self._deadline_s, do="figures")
 
     def facts(self) -> dict[str, Any]:
         return self._facts

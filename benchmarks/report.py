@@ -16,8 +16,26 @@ from rich.table import Table
 from benchmarks.base import MIB, Case, Rival
 from benchmarks.rounds import Cell
 
+Figures = dict[str, dict[str, float]]
 
-def show(console: Console, cells: Sequence[Cell], rivals: Sequence[Rival], rounds: int) -> None:
+VERSUS = (
+    ("kvferry shm", "nixl"),
+    ("kvferry shm", "mooncake tcp"),
+    ("kvferry staged", "nixl"),
+    ("kvferry tcp", "nixl tcp"),
+    ("kvferry tcp", "mooncake tcp"),
+    ("kvferry tcp", "iperf3"),
+)
+"""Which rows are set against which: what each would be used instead of."""
+
+
+def show(
+    console: Console,
+    cells: Sequence[Cell],
+    rivals: Sequence[Rival],
+    figures: Figures,
+    rounds: int,
+) -> None:
     """Rows are rivals, columns are cases: GB/s, and in brackets the share of memcpy."""
     cases = list(dict.fromkeys(cell.case for cell in cells))
     found = {(cell.rival, cell.case): cell for cell in cells}
@@ -34,6 +52,9 @@ def show(console: Console, cells: Sequence[Cell], rivals: Sequence[Rival], round
         row = [found.get((rival.name, case)) for case in cases]
         table.add_row(rival.name, *[_text(cell) for cell in row], _cpu(row))
     console.print(table)
+    for (ours, theirs), times in versus(cells).items():
+        shown = ", ".join(f"{case} {value:.2f}x" for case, value in times.items())
+        console.print(f"  {ours} against {theirs}: {shown}", highlight=False)
     for rival in rivals:
         if rival.note:
             console.print(f"  {rival.name}: {rival.note}", highlight=False)
@@ -42,6 +63,9 @@ def show(console: Console, cells: Sequence[Cell], rivals: Sequence[Rival], round
             console.print(
                 f"  {cell.rival}, {cell.case.name}: {cell.error}", style="yellow", markup=False
             )
+    for name, values in figures.items():
+        for figure, value in values.items():
+            console.print(f"  {name}: {figure} {value:.1f}", highlight=False)
     console.print(
         "  Blocks lie in random order on both sides; every byte is compared once per column.\n"
         "  CPU s/GB: both processes, smallest to largest over the columns.",
@@ -49,8 +73,25 @@ def show(console: Console, cells: Sequence[Cell], rivals: Sequence[Rival], round
     )
 
 
+def versus(cells: Sequence[Cell]) -> dict[tuple[str, str], dict[str, float]]:
+    """For each pair of :data:`VERSUS`, by case: how many times as fast, within the same rounds."""
+    found = {(cell.rival, cell.case): cell for cell in cells if not cell.error}
+    result: dict[tuple[str, str], dict[str, float]] = {}
+    for ours, theirs in VERSUS:
+        for (name, case), cell in found.items():
+            other = found.get((theirs, case))
+            if name == ours and other is not None:
+                times = result.setdefault((ours, theirs), {})
+                times[case.name] = cell.times_faster_than(other)
+    return result
+
+
 def save(
-    path: Path, cells: Sequence[Cell], rivals: Sequence[Rival], settings: dict[str, Any]
+    path: Path,
+    cells: Sequence[Cell],
+    rivals: Sequence[Rival],
+    figures: Figures,
+    settings: dict[str, Any],
 ) -> None:
     """Write everything that was measured, with the facts about this machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +101,11 @@ def save(
         "machine": machine(),
         "settings": settings,
         "rivals": {rival.name: {"note": rival.note, **rival.facts()} for rival in rivals},
+        "figures": figures,
+        "versus": [
+            {"rival": ours, "against": theirs, "times": times}
+            for (ours, theirs), times in versus(cells).items()
+        ],
         "cells": [_plain(cell) for cell in cells],
     }
     path.write_text(json.dumps(result, indent=1) + "\n")

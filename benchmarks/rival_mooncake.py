@@ -15,7 +15,7 @@ BATCH_BLOCKS = 1024
 
 class Mooncake(Worker):
     def connect(self) -> None:
-        from mooncake.engine import TransferEngine
+        from mooncake.engine import TransferEngine  # type: ignore[import-not-found]
 
         self.engine = TransferEngine()
         self._check("initialize", self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))

@@ -65,6 +65,10 @@ class Worker(ABC):
             for n in range(0, case.blocks, step)
         )
 
+    def figures(self) -> dict[str, float]:
+        """What else this rival measures; only the target is asked. Names end in the unit."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Let go of what would outlive the process."""
 
@@ -107,6 +111,8 @@ def _obey(worker: Worker, role: str, command: dict[str, Any]) -> dict[str, Any]:
             return {"ok": worker.verify(Case(**command["case"]))}
         case "cpu":
             return {"cpu_s": time.process_time()}
+        case "figures":
+            return worker.figures()
         case "close":
             worker.close()
             return {"bye": True}
