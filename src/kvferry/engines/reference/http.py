@@ -32,6 +32,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Queue = asyncio.Queue[Output]
 
 RETRY_AFTER_S = 1
+READ_S = 30.0
+"""How long a client may take to send its body."""
+WRITE_S = 60.0
+"""How long a client may read nothing of a stream before it counts as gone."""
 DONE = b"data: [DONE]\n\n"
 SEED_BITS = 63
 CLIENT_GONE = 499
@@ -114,7 +118,7 @@ class Api:
             raise ClosedError("the model is still loading", fix="wait for /health to say ok")
         if self.is_draining:
             raise ClosedError("the engine is shutting down and takes no more requests")
-        generation = parse(await request.read(), served, is_chat=is_chat)
+        generation = parse(await _read(request), served, is_chat=is_chat)
         id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         reply = Reply(generation, served.tokenizer, id, int(time.time()))
         outputs: Queue = asyncio.Queue()  # bounded by max_tokens of each of the n answers
@@ -175,6 +179,25 @@ def _sequences(generation: Generation, served: Served, id: str, outputs: Queue) 
     return sequences
 
 
+async def _read(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(READ_S):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(reason=f"no whole body within {READ_S:g} s") from None
+
+
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Write, but not for ever: a client that reads nothing counts as gone."""
+    try:
+        async with asyncio.timeout(WRITE_S):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionAbortedError(f"the client read nothing for {WRITE_S:g} s") from None
+
+
 async def _whole(request: web.Request, reply: Reply, outputs: Queue) -> web.StreamResponse:
     """Wait for all answers, then write them. Written here, so that a failure to write is seen."""
     while not reply.is_complete:
@@ -205,11 +228,11 @@ async def _stream(request: web.Request, reply: Reply, outputs: Queue) -> web.Str
         if reply.is_complete:
             break
         if outputs.empty() and events:
-            await response.write(b"".join(events))
+            await _write(request, response, b"".join(events))
             events = []
         output = await outputs.get()
     events += [_event(chunk) for chunk in reply.closing()]
-    await response.write(b"".join([*events, DONE]))
+    await _write(request, response, b"".join([*events, DONE]))
     await response.write_eof()
     return response
 
@@ -219,7 +242,7 @@ async def _end_with_error(
 ) -> web.StreamResponse:
     """The status is out already: say what happened in an event, and close the connection."""
     events.append(_event(error_reply(error)[1]))
-    await response.write(b"".join(events))
+    await _write(request, response, b"".join(events))
     await response.write_eof()
     if request.transport is not None:
         request.transport.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.engines.reference.sequence import Sequence, State
-from kvferry.errors import ConfigError, UsageError
+from kvferry.errors import ConfigError, DeadlineError, UsageError
 
 ROLES = ("both", "prefill", "decode")
 ON_LOAD_FAILURE = ("recompute", "fail")
@@ -113,3 +113,19 @@ class SchedulerConfig:
     def sequence_tokens_max(self) -> int:
         """Prompt and output of one sequence together: what the model and the pool both allow."""
         return min(self.context_tokens, self.blocks * self.block_tokens + 1)
+
+
+def deadline_error(sequence: Sequence, now_s: float) -> DeadlineError:
+    """What a sequence is answered whose time in its state is over."""
+    state, waited_s = sequence.state, now_s - sequence.arrived_s
+    fix = {
+        State.WAITING: "retry later, or raise queue_s, blocks or running_max",
+        State.RUNNING: "lower max_tokens, or raise total_s",
+    }.get(state, "see the state of the prefill engine, or raise load_s")
+    return DeadlineError(
+        f"sequence {sequence.id} was {state.value} for too long: {waited_s:.3g} s after its "
+        f"arrival it had {len(sequence.output)} of {sequence.max_tokens} tokens",
+        stage=state.value,
+        fix=fix,
+        retryable=state is not State.RUNNING,
+    )

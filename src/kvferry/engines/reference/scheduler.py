@@ -29,14 +29,13 @@ from kvferry.clock import Clock
 from kvferry.engines.reference.connector import ClaimResult, KVConnector, as_handoff_error
 from kvferry.engines.reference.inbox import Inbox
 from kvferry.engines.reference.ledger import Ledger
-from kvferry.engines.reference.limits import SchedulerConfig
+from kvferry.engines.reference.limits import SchedulerConfig, deadline_error
 from kvferry.engines.reference.model import Chunk
 from kvferry.engines.reference.observer import Observer
 from kvferry.engines.reference.sampling import sample, top_logprobs
 from kvferry.engines.reference.sequence import Output, Sequence, State, TokenLogprobs
 from kvferry.errors import (
     BusyError,
-    DeadlineError,
     HandoffError,
     KVFerryError,
     ProtocolError,
@@ -148,7 +147,11 @@ class Scheduler:
         logits = self._forward([chunk for _, chunk in batch])
         for (sequence, chunk), row in zip(batch, logits, strict=True):
             sequence.computed_tokens += len(chunk.tokens)
-            if sequence.computed_tokens >= len(sequence.prompt):
+            if sequence.computed_tokens < len(sequence.prompt):
+                continue
+            if not np.isfinite(row.max()):
+                self._fail(sequence, _not_a_number(sequence))
+            else:
                 token, logprobs = self._sample(sequence, row)
                 self._append(sequence, token, logprobs)
 
@@ -368,7 +371,7 @@ class Scheduler:
         elif state is State.LOADING and self.config.on_load_failure == "recompute":
             self._cancel(sequence)
         else:
-            self._fail(sequence, self._deadline_error(sequence))
+            self._fail(sequence, deadline_error(sequence, self.clock.now()))
 
     def _stuck(self, sequence: Sequence) -> None:
         """The connector does not let go of the blocks: answer, and leave them unused."""
@@ -381,18 +384,12 @@ class Scheduler:
         )
         self._ledger.mark_overdue(sequence)
         if not sequence.is_answered:
-            self._fail(sequence, self._deadline_error(sequence))
+            self._fail(sequence, deadline_error(sequence, self.clock.now()))
 
-    def _deadline_error(self, sequence: Sequence) -> DeadlineError:
-        state, waited_s = sequence.state, self.clock.now() - sequence.arrived_s
-        fix = {
-            State.WAITING: "retry later, or raise queue_s, blocks or running_max",
-            State.RUNNING: "lower max_tokens, or raise total_s",
-        }.get(state, "see the state of the prefill engine, or raise load_s")
-        return DeadlineError(
-            f"sequence {sequence.id} was {state.value} for too long: {waited_s:.3g} s after its "
-            f"arrival it had {len(sequence.output)} of {sequence.max_tokens} tokens",
-            stage=state.value,
-            fix=fix,
-            retryable=state is not State.RUNNING,
-        )
+
+def _not_a_number(sequence: Sequence) -> KVFerryError:
+    return KVFerryError(
+        f"{sequence.id}: the model's output for token {sequence.computed_tokens} is not a number",
+        stage="step",
+        fix="check the weights, and the KV if it came from another engine",
+    )

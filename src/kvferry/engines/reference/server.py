@@ -242,10 +242,9 @@ class Server:
         draining = asyncio.create_task(engine.drain(self._config.drain_s))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        is_drained = draining.done() and draining.result()
         for task in (draining, hurry):
             task.cancel()
         await asyncio.gather(draining, hurry, return_exceptions=True)
-        if not is_drained:
-            left = engine.scheduler.statistics()["sequences"]
+        left = engine.scheduler.statistics()["sequences"]
+        if any(left.values()):
             log.warning("stopping although these sequences have not ended: %s", left)

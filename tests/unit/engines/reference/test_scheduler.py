@@ -225,6 +225,26 @@ def test_seeded_sampling_is_the_same_in_any_company():
     assert crowd_rest
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_output_that_is_no_number_fails_that_sequence_alone(bad):
+    rig = Rig()
+    real = rig.model.forward
+
+    def forward(chunks):
+        logits = real(chunks)
+        for row, chunk in zip(logits, chunks, strict=True):
+            if chunk.tokens[0] == 5 and chunk.start == 0:
+                row[3] = bad
+        return logits
+
+    rig.scheduler._forward = forward
+    broken, fine = rig.add([5, 6]), rig.add([7, 8])
+    rig.run()
+    assert "not a number" in str(rig.last(broken).error)
+    assert rig.tokens(fine) == expected([7, 8], 4)
+    rig.assert_clean()
+
+
 # Hand-offs.
 
 
