@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from kvferry import __version__, sockets
 from kvferry.errors import (
     BusyError,
+    ClosedError,
     ConfigError,
-    DeadlineError,
     KVFerryError,
     PeerLostError,
     ProtocolError,
@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 
 STRANGERS_MAX = 128
 """Accepted connections whose hello is still awaited."""
+SESSIONS_PER_PEER_MAX = 16
+"""Control connections of one incarnation."""
+ACCEPT_PAUSE_S = 0.5
+"""How long nothing is accepted when not even the spare descriptor is left."""
 
 
 class Connections:
@@ -56,6 +60,7 @@ class Connections:
         self.addresses: list[str] = []
         self._key = os.urandom(16)
         self._listeners: list[socket.socket] = []
+        self._paused_until = 0.0
         self._unix_path = ""
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._peers: dict[bytes, list[Peer]] = {}
@@ -89,23 +94,34 @@ class Connections:
 
     def _add_listener(self, sock: socket.socket) -> None:
         self._listeners.append(sock)
-        self._engine.loop.add(sock.fileno(), READ, lambda _ready: self._accept(sock))
+        self._watch(sock)
+
+    def _watch(self, listener: socket.socket) -> None:
+        self._engine.loop.add(listener.fileno(), READ, lambda _ready: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
         """Take one connection. Called by the loop."""
         with self._engine.locked():
+            if self._closed:
+                return
             try:
                 sock, _ = listener.accept()
-            except BlockingIOError:
+            except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
                 self._refuse_without_descriptor(listener, error)
                 return
-            sock.setblocking(False)
-            if sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                sock.setblocking(False)
+                if sock.family != socket.AF_UNIX:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                where = _where(sock)
+            except OSError:
+                # Who called has hung up already.
+                sock.close()
+                return
             session = self.new_session(self.hello("control"), caller=False)
-            stranger = Peer(self._engine, sock, session, caller=False, address=_where(sock))
+            stranger = Peer(self._engine, sock, session, caller=False, address=where)
             objection = self._objection(sock)
             if objection is not None:
                 stranger.end(session.reject(objection))
@@ -117,10 +133,6 @@ class Connections:
         """Why a new connection is refused before its hello."""
         if len(self._strangers) >= STRANGERS_MAX:
             return BusyError(f"{STRANGERS_MAX} connections are still saying hello")
-        if self.count() >= self._engine.config.peers_max:
-            return BusyError(
-                f"{self.count()} peers are connected", fix="raise peers_max, or add engines"
-            )
         uid = sockets.peer_uid(sock)
         if uid is not None and uid not in (0, os.getuid()) and os.getuid() != 0:
             return ProtocolError(
@@ -132,10 +144,13 @@ class Connections:
     def _refuse_without_descriptor(self, listener: socket.socket, error: OSError) -> None:
         """No descriptor is free: use the spare one to tell the caller, instead of spinning."""
         log.error(
-            "%s cannot accept a connection: %s; raise the limit of open files (ulimit -n)",
+            "%s: cannot accept a connection: %s; raise the limit of open files (ulimit -n)",
             self._engine.config.name,
             error.strerror,
         )
+        if self._spare < 0:
+            self._pause()
+            return
         os.close(self._spare)
         try:
             sock, _ = listener.accept()
@@ -147,10 +162,29 @@ class Connections:
         except OSError:
             pass
         finally:
-            try:
-                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                self._spare = -1
+            self._take_spare()
+
+    def _take_spare(self) -> None:
+        try:
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._spare = -1
+
+    def _pause(self) -> None:
+        """Stop listening for a while: a queue that nobody can empty would keep the loop busy."""
+        self._paused_until = self._engine.clock.now() + ACCEPT_PAUSE_S
+        for listener in self._listeners:
+            self._engine.loop.remove(listener.fileno())
+
+    def _resume(self, now: float) -> None:
+        if self._closed:
+            return
+        if self._spare < 0:
+            self._take_spare()
+        if self._paused_until and now >= self._paused_until:
+            self._paused_until = 0.0
+            for listener in self._listeners:
+                self._watch(listener)
 
     # -- hellos -----------------------------------------------------------------------------
 
@@ -184,12 +218,26 @@ class Connections:
                 dial.opened(peer)
         elif hello.purpose == "control":
             self._strangers.pop(peer.fd, None)
+            full = self._full(hello.incarnation)
+            if full is not None:
+                peer.end(peer.session.reject(full))
+                return
             peer.opened(hello)
             self._keep(peer)
             peer.session.accept(self._engine.clock.now())
         else:
             self._strangers.pop(peer.fd, None)
             self._take_lane(peer, hello)
+
+    def _full(self, incarnation: bytes) -> KVFerryError | None:
+        """Why no further session is accepted. Lanes do not count: they belong to sessions."""
+        if len(self._peers.get(incarnation, [])) >= SESSIONS_PER_PEER_MAX:
+            return BusyError(f"this peer holds {SESSIONS_PER_PEER_MAX} sessions already")
+        if incarnation not in self._peers and len(self._peers) >= self._engine.config.peers_max:
+            return BusyError(
+                f"{len(self._peers)} peers are connected; raise peers_max there, or add engines"
+            )
+        return None
 
     def _keep(self, peer: Peer) -> None:
         self._peers.setdefault(peer.incarnation, []).append(peer)
@@ -208,14 +256,17 @@ class Connections:
             peer.end(peer.session.reject(error))
             return
         peer.session.accept(self._engine.clock.now())
-        sock, fd = peer.release()
+        try:
+            sock, fd = peer.release()
+        except KVFerryError:
+            return  # The caller has hung up.
         self._engine.later(lambda: self._serve_lane(transport, sock, fd, hello))
 
     def _serve_lane(self, transport: Transport, sock: socket.socket, fd: int, hello: Hello) -> None:
         try:
             set_timeouts(sock)
             transport.accept(sock, fd, hello)
-        except (KVFerryError, OSError, RuntimeError) as error:
+        except (KVFerryError, OSError, ValueError, RuntimeError) as error:
             log.warning("a %s lane of %s was not opened: %s", transport.name, hello.name, error)
             sock.close()
 
@@ -238,7 +289,7 @@ class Connections:
 
         with self._engine.locked():
             for peer in self.open_peers():
-                if peer.caller and Address.parse(peer.address) in addresses:
+                if peer.caller and not peer.reached_at.isdisjoint(addresses):
                     return peer
             deadline = self._engine.clock.now() + timeout_s
             self.dial(addresses, b"", reply, deadline)
@@ -264,9 +315,17 @@ class Connections:
             for dial in self._dialling:
                 if expected and dial.expected == expected:
                     dial.waiters.append(reply)
+                    dial.deadline = max(dial.deadline, deadline)
                     return
-            if self._closed or len(self._dialling) >= self._engine.config.peers_max:
-                error = BusyError(f"{len(self._dialling)} connections are being made")
+            if self._closed:
+                closed = ClosedError("the engine is closed")
+                self._engine.later(lambda: reply(None, closed))
+                return
+            if len(self._dialling) >= self._engine.config.peers_max:
+                error = BusyError(
+                    f"{len(self._dialling)} connections are being made",
+                    fix="wait for some to end, or raise peers_max",
+                )
                 self._engine.later(lambda: reply(None, error))
                 return
             addresses = sorted(addresses, key=lambda a: a.scheme != "unix")
@@ -293,7 +352,13 @@ class Connections:
         return None
 
     def open_lane(
-        self, peer: PeerView, address: str, deadline: float, hello: dict[str, Any], fd: int
+        self,
+        peer: PeerView,
+        address: str,
+        deadline: float,
+        hello: dict[str, Any],
+        fd: int,
+        check: Callable[[], None],
     ) -> socket.socket:
         """See transports.base.Services.open_lane. Blocks; without the lock."""
         clock = self._engine.clock
@@ -308,13 +373,18 @@ class Connections:
                     break
                 if number not in (errno.EAGAIN, errno.EINPROGRESS, errno.EALREADY):
                     raise sockets.unreachable(where, OSError(number, os.strerror(number)))
+                check()
                 if clock.now() >= deadline:
-                    raise UnreachableError(f"no connection to {where} in time", stage="connect")
+                    raise UnreachableError(
+                        f"no connection to {where} in time",
+                        stage="connect",
+                        fix="packets are dropped, or the peer's process is frozen",
+                    )
             greeting = self.hello(key=peer.key, expected=peer.incarnation, **hello)
             frame = framing.encode(messages.pack(greeting), descriptors=1 if fd >= 0 else 0)
             if sockets.send(sock, frame, (fd,) if fd >= 0 else ()) != len(frame):
                 raise PeerLostError("the peer did not take the hello of a lane", stage="connect")
-            _await_hello(sock, clock.now, deadline)
+            _await_hello(sock, check, clock.now, deadline)
         except OSError as error:
             sock.close()
             raise sockets.unreachable(where, error) from error
@@ -344,6 +414,34 @@ class Connections:
             stage="plan",
             fix="connect again; if its process was restarted, its regions are new ones",
         )
+
+    def caller_of(self, incarnation: bytes, other: Peer) -> Peer | None:
+        """An open connection that we made to an incarnation, but for ``other``."""
+        for peer in self._peers.get(incarnation, []):
+            if peer is not other and peer.caller and peer.is_open():
+                return peer
+        return None
+
+    def upgrading(self, peer: Peer) -> Dial | None:
+        """The dial that is about to replace this connection by a better one."""
+        return next((dial for dial in self._dialling if dial.replaces(peer)), None)
+
+    def view_for(self, remote: RemoteRegion) -> PeerView:
+        """The connection's facts for a transfer with a peer's region.
+
+        Raises PeerLostError when there is no connection, StaleRegionError when the region's
+        description is not from this connection or was taken back: its descriptors are closed.
+        """
+        view = self.find(remote.peer).view
+        assert view is not None
+        known = (peer.regions.get(remote.region_id) for peer in self._peers[remote.peer])
+        if not any(region is remote for region in known):
+            raise StaleRegionError(
+                f"region {remote.region_id} of {view.name} is gone, or the connection is a new one",
+                peer=view.name,
+                fix="ask for it again: peer.region(ref), with a reference that is still good",
+            )
+        return view
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -383,6 +481,7 @@ class Connections:
     # -- time and ends ------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
+        self._resume(now)
         for peer in [*self.all_peers(), *self._strangers.values(), *self._adopted()]:
             if peer.lost is None:
                 peer.tick(now)
@@ -411,7 +510,7 @@ class Connections:
             if not self._closed:
                 log.info("%s: peer %s is gone: %s", self._engine.config.name, peer.name, peer.lost)
             self._engine.on_peer_lost(peer, last=last)
-        elif dial is None and not self._closed:
+        elif not peer.caller and not self._closed:
             # Who hangs up without a word is a port scanner or an engine that sweeps its directory.
             silent = isinstance(peer.lost, UnreachableError)
             log.log(
@@ -439,7 +538,9 @@ class Connections:
             self._closed = True
             for sock in self._listeners:
                 self._engine.loop.remove(sock.fileno())
-                sock.close()
+                # A forked child may hold a copy: without this, callers would go on being queued.
+                sockets.hang_up(sock)
+            self._listeners.clear()
             if self._unix_path:
                 try:
                     os.unlink(self._unix_path)
@@ -454,7 +555,9 @@ class Connections:
                 self._spare = -1
 
 
-def _await_hello(sock: socket.socket, now: Callable[[], float], deadline: float) -> None:
+def _await_hello(
+    sock: socket.socket, check: Callable[[], None], now: Callable[[], float], deadline: float
+) -> None:
     """Read exactly the callee's hello on a new lane; what follows belongs to the transport."""
     data = bytearray()
     wanted = framing.HEADER.size
@@ -463,8 +566,13 @@ def _await_hello(sock: socket.socket, now: Callable[[], float], deadline: float)
         try:
             got = sock.recv(wanted - len(data))
         except BlockingIOError:
+            check()
             if now() >= deadline:
-                raise DeadlineError("no hello on a new lane in time", stage="connect") from None
+                raise UnreachableError(
+                    "no hello on a new lane in time",
+                    stage="connect",
+                    fix="the peer's process is frozen or overloaded",
+                ) from None
             continue
         if not got:
             raise PeerLostError("the peer closed a new lane", stage="connect")
@@ -474,7 +582,11 @@ def _await_hello(sock: socket.socket, now: Callable[[], float], deadline: float)
             wanted += framing.check_header(data, framing.HELLO_BYTES_MAX)[0]
     message = messages.unpack(bytes(data[framing.HEADER.size :]))
     if isinstance(message, Reject):
-        raise UnreachableError(f"the peer refused a lane: {message.message}", stage="connect")
+        raise UnreachableError(
+            f"the peer refused a lane: {message.message}",
+            stage="connect",
+            fix="look at the peer's log",
+        )
     if not isinstance(message, Hello):
         raise ProtocolError("expected a hello on a new lane")
 

@@ -18,7 +18,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from kvferry import planner, transports
+from kvferry import transports
 from kvferry.clock import Clock, SystemClock
 from kvferry.config import EngineConfig
 from kvferry.connections import Connections
@@ -26,19 +26,20 @@ from kvferry.errors import (
     AbortedError,
     BusyError,
     ClosedError,
-    ConfigError,
     DeadlineError,
     KVFerryError,
     NoPathError,
     PeerLostError,
     RegistrationError,
+    StaleRegionError,
     UsageError,
 )
 from kvferry.loop import TICK_S, ControlLoop
 from kvferry.memory.host import address_of, allocate_shared
 from kvferry.movers import Movers
+from kvferry.paths import Paths
 from kvferry.peers import REF, Peer
-from kvferry.planner import PairFacts, PathKey, Plan, Rate, TransportFacts
+from kvferry.planner import Plan
 from kvferry.protocol.messages import Describe, Notify, RegionGone
 from kvferry.regions import READ, READ_WRITE, Region, Spans, check_bounds, pair
 from kvferry.registry import Registration, Registry
@@ -48,10 +49,14 @@ from kvferry.transports.base import Operation, PeerView, RemoteRegion, Transport
 
 log = logging.getLogger(__name__)
 
-DEMOTED_S = 30.0
-"""A path that failed is tried last for so long."""
+TICK_MIN_S = 0.002
+"""The loop looks at timers no more often than this."""
 RATE_FROM_BYTES = 1 << 20
 """Smaller transfers say nothing about a path's speed."""
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Running:
@@ -97,28 +102,36 @@ class Engine:
         self._running: dict[int, _Running] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._numbers = itertools.count(1)
-        self._rates: dict[tuple[bytes, str, str], Rate] = {}
-        self._demoted: dict[tuple[bytes, str, str], tuple[float, str]] = {}
         self._counts = {"transfers": 0, "failed": 0, "bytes": 0, "demotions": 0}
         self._bytes_by_path: dict[str, int] = {}
-        self._transports, self._unusable = self._make_transports(extra or {})
+        self._transports, self._unusable = transports.choose(self.config.transports, extra or {})
         self._registry = Registry(self._transports)
         self.loop = ControlLoop(self.config.name, self.clock, self._tick)
         movers_max = max(2, min(4, os.cpu_count() or 1))
         self._movers = Movers(
             self.config.name, threads=movers_max, waiting_max=self.config.transfers_max
         )
-        self.connections = Connections(self, self._transports)
+        try:
+            self.connections = Connections(self, self._transports)
+        except BaseException:
+            self.loop.close()
+            raise
         self.host = self.connections.host
+        self._paths = Paths(self._transports, self.clock, process=self.process, host=self.host)
+        opened: list[Transport] = []
         try:
             self.connections.listen()
             for transport in self._transports.values():
                 transport.open(self)
+                opened.append(transport)
+            self.loop.start()
         except BaseException:
+            self._closed = True
             self.connections.close()
+            for transport in opened:
+                transport.close()
             self.loop.close()
             raise
-        self.loop.start()
 
     # -- life -------------------------------------------------------------------------------
 
@@ -146,17 +159,24 @@ class Engine:
     def close(self) -> None:
         """End every transfer, leave all peers, stop all threads, unmap all regions. Idempotent.
 
-        Blocks until nothing of the engine runs or touches memory. Not from one of its callbacks.
+        Blocks until nothing of the engine runs or touches memory, mostly for the system to take
+        allocated pages back. Raises UsageError in a callback of the control thread. In a forked
+        child it does nothing.
         """
+        if self._pid != os.getpid():
+            return
+        if self.loop.is_here():
+            raise UsageError(
+                "an engine cannot be closed by one of its own callbacks",
+                fix="set an event in the callback and close the engine in the thread that made it",
+            )
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        if self._pid != os.getpid():
-            return
         if self.handoff is not None:
             self.handoff.close()
-        self._abort_all(AbortedError("the engine is closing", stage="move"))
+        self._abort_all()
         self.connections.close()
         for transport in self._transports.values():
             transport.close()
@@ -164,7 +184,8 @@ class Engine:
         self.loop.close()
         self._registry.close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedError when this engine cannot be used any more."""
         if self._pid != os.getpid():
             raise ClosedError(
                 "this engine was made before a fork and cannot be used in the child",
@@ -181,7 +202,7 @@ class Engine:
         access: ``"read"`` lets peers read only, ``"read-write"`` lets them write too.
         Raises RegistrationError when there is not enough memory.
         """
-        self._check_open()
+        self.check_open()
         _check_access(access)
         memory = allocate_shared(nbytes)
         return self._registry.add(
@@ -196,24 +217,37 @@ class Engine:
         the same registration, counted. Such memory cannot be mapped by peers: use
         :meth:`allocate` where there is a choice.
         """
-        self._check_open()
+        self.check_open()
         _check_access(access)
         address, nbytes = address_of(buffer)
         return self._registry.add(self, address, nbytes, access, keep=buffer)
 
     def deregister(self, registration: Registration) -> None:
-        """Called by Registration.close at its last use; blocks until no transfer uses it."""
-        with self.locked():
-            for peer in self.connections.open_peers():
-                peer.send(RegionGone(registration.region.region_id))
-        self._registry.remove(registration, self._running_on(registration.region))
+        """What Registration.close does; blocks until no transfer uses the region."""
+        if self._pid != os.getpid():
+            return
+        region_id = registration.region.region_id
+        if not self._registry.withdraw(registration):
+            return
+        # Nobody gets a description any more. Taking the lock also waits for one that is just being
+        # sent, whose descriptors are closed below.
+        self._tell_peers_gone(region_id)
 
-    def _running_on(self, region: Region) -> Callable[[], bool]:
         def running() -> bool:
             with self._lock:
-                return any(r.op.local is region for r in self._running.values())
+                return any(r.op.local.region_id == region_id for r in self._running.values())
 
-        return running
+        self._registry.remove(registration, running)
+
+    def renew(self, registration: Registration) -> None:
+        """What Registration.renew does."""
+        self._registry.renew(registration)
+        self._tell_peers_gone(registration.region.region_id)
+
+    def _tell_peers_gone(self, region_id: int) -> None:
+        with self.locked():
+            for peer in self.connections.open_peers():
+                peer.send(RegionGone(region_id))
 
     # -- peers ------------------------------------------------------------------------------
 
@@ -224,7 +258,9 @@ class Engine:
         Unix socket is preferred. Raises UnreachableError with the likely fix, VersionError,
         ProtocolError, ConfigError for a malformed address.
         """
-        self._check_open()
+        self.check_open()
+        if self.loop.is_here():
+            raise UsageError("a callback of kvferry must not wait for a connection")
         return self.connections.connect(address, timeout_s or self.config.connect_s)
 
     def connect_nowait(
@@ -235,7 +271,7 @@ class Engine:
         deadline: float,
     ) -> None:
         """Reach one incarnation at any of its (numeric) addresses; ``reply`` comes exactly once."""
-        self._check_open()
+        self.check_open()
         self.connections.dial(addresses, incarnation, reply, deadline)
 
     def describe(
@@ -260,6 +296,7 @@ class Engine:
         """
         if len(body) > 64 << 10:
             raise UsageError(f"a notification of {len(body)} bytes; at most {64 << 10} fit")
+        self.check_open()
         with self.locked():
             if peer.lost is not None:
                 raise PeerLostError("the connection is over", peer=peer.name)
@@ -310,10 +347,11 @@ class Engine:
         spans: int = 16,
     ) -> Plan:
         """Which paths would serve this pair for this size, best first, and why not the others."""
+        self.check_open()
         region = local.region if isinstance(local, Registration) else local
         with self.locked():
-            peer = self.connections.find(remote.peer)
-            return self._plan(region, remote, peer, write, nbytes, spans)
+            view = self.connections.view_for(remote)
+            return self._plan(region, remote, view, write, nbytes, spans)
 
     def statistics(self) -> dict[str, Any]:
         """Numbers for people and metrics, JSON types only."""
@@ -340,7 +378,7 @@ class Engine:
         write: bool,
         deadline_s: float | None,
     ) -> Transfer:
-        self._check_open()
+        self.check_open()
         region = local.region if isinstance(local, Registration) else local
         check_bounds(local_spans, region.nbytes, what="local")
         check_bounds(remote_spans, remote.nbytes, what="remote")
@@ -348,15 +386,21 @@ class Engine:
         nbytes = int(lengths.sum())
         now = self.clock.now()
         deadline = now + (self.config.transfer_s if deadline_s is None else deadline_s)
+        if deadline != deadline:
+            raise UsageError("deadline_s is not a number")
         with self.locked():
-            self._check_open()
-            peer = self.connections.find(remote.peer)
+            self.check_open()
+            view = self.connections.view_for(remote)
+            if not self._registry.has(region.region_id):
+                raise StaleRegionError(
+                    f"local region {region.region_id} was deregistered", fix="register it again"
+                )
             number = next(self._numbers)
             transfer = Transfer(
-                number, nbytes, write=write, peer_name=peer.name, cancel=self._cancel
+                number, nbytes, write=write, peer_name=view.name, cancel=self._cancel
             )
-            self._counts["transfers"] += 1
             if nbytes == 0:
+                self._counts["transfers"] += 1
                 self.later(lambda: transfer._finish(0, None, 0.0))
                 return transfer
             if len(self._running) >= self.config.transfers_max:
@@ -364,64 +408,36 @@ class Engine:
                     f"{len(self._running)} transfers are in flight",
                     fix="wait for some to end, or raise transfers_max",
                 )
-            plan = self._plan(region, remote, peer, write, nbytes, lengths.size)
+            plan = self._plan(region, remote, view, write, nbytes, lengths.size)
             if not plan.paths:
-                reasons = "; ".join(f"{n}: {why}" for n, why in plan.rejected.items())
-                raise NoPathError(
-                    f"no transport can serve this pair: {reasons}",
-                    reasons=plan.rejected,
-                    peer=peer.name,
-                    stage="plan",
-                    fix="make one of the reasons go away; 'tcp' needs the least",
-                )
+                raise _no_path(plan, view.name)
             transfer.plan = plan
-            view = peer.view
-            assert view is not None
             op = Operation(number, write, region, remote, view, a, b, lengths, nbytes, deadline)
+            self._counts["transfers"] += 1
             self._running[number] = _Running(transfer, op, plan, now)
-            heapq.heappush(self._deadlines, (deadline, number))
+            self._add_deadline(deadline, number)
         self._submit(number)
         return transfer
 
     def _plan(
-        self, local: Region, remote: RemoteRegion, peer: Peer, write: bool, nbytes: int, spans: int
+        self,
+        local: Region,
+        remote: RemoteRegion,
+        view: PeerView,
+        write: bool,
+        nbytes: int,
+        spans: int,
     ) -> Plan:
-        view = peer.view
-        assert view is not None
-        facts = PairFacts(
-            local_kind=local.kind,
-            remote_kind=remote.kind,
-            write=write,
-            same_process=view.process == self.process,
-            same_host=view.host == self.host,
-            unix=bool(view.unix_address),
-            remote_access=remote.access,
-        )
-        candidates = [
-            TransportFacts(
-                name,
-                transport.capabilities(),
-                remote="" if name in view.transports else "the peer has not enabled it",
-                blocked=transport.blocked(local, remote, view),
-            )
-            for name, transport in self._transports.items()
-        ]
-        now = self.clock.now()
-        direction = "push" if write else "pull"
-        rates: dict[PathKey, Rate] = {}
-        demoted: dict[PathKey, str] = {}
-        for name in self._transports:
-            key = (view.incarnation, name, direction)
-            if key in self._rates:
-                rates[name, direction] = self._rates[key]
-            until, why = self._demoted.get(key, (0.0, ""))
-            if until > now:
-                demoted[name, direction] = why
-        plan = planner.rank(
-            facts, candidates, nbytes=nbytes, spans=spans, rates=rates, demoted=demoted
-        )
+        plan = self._paths.plan(local, remote, view, write=write, nbytes=nbytes, spans=spans)
         plan.rejected.update(self._unusable)
         return plan
+
+    def _add_deadline(self, deadline: float, number: int) -> None:
+        if len(self._deadlines) > 1024 + 2 * len(self._running):
+            # Most of these have ended: with far deadlines they would stay for ever.
+            self._deadlines = [item for item in self._deadlines if item[1] in self._running]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, number))
 
     def _submit(self, number: int) -> None:
         """Start a transfer on its current path, or on the next that takes it."""
@@ -436,6 +452,9 @@ class Engine:
         except KVFerryError as error:
             error.located(peer=running.op.peer.name, path=path.name, stage="submit")
             self.complete(running.op, 0, error)
+        except Exception as failure:
+            log.exception("%s did not start; this is a bug in its transport", path.name)
+            self.complete(running.op, 0, AbortedError(f"internal error: {failure}"))
 
     # -- what transports call ----------------------------------------------------------------
 
@@ -461,10 +480,16 @@ class Engine:
         return self._registry.access(region_id, token, generation, spans, write=write)
 
     def open_lane(
-        self, peer: PeerView, address: str, deadline: float, hello: dict[str, Any], fd: int = -1
+        self,
+        peer: PeerView,
+        address: str,
+        deadline: float,
+        hello: dict[str, Any],
+        fd: int = -1,
+        check: Callable[[], None] = _nothing,
     ) -> Any:
         """See transports.base.Services."""
-        return self.connections.open_lane(peer, address, deadline, hello, fd)
+        return self.connections.open_lane(peer, address, deadline, hello, fd, check)
 
     def run(self, work: Callable[[], None]) -> None:
         """See transports.base.Services."""
@@ -483,14 +508,21 @@ class Engine:
             return False
         if not self.connections.has(op.remote.peer):
             return False
-        until = self.clock.now() + DEMOTED_S
-        key = (op.peer.incarnation, path.transport, path.direction)
-        self._demoted[key] = (until, error.message)
         self._counts["demotions"] += 1
-        log.warning("%s to %s failed and is tried last now: %s", path.name, op.peer.name, error)
+        is_news = self._paths.demote(
+            op.peer.incarnation, path.transport, path.direction, error.message
+        )
+        log.log(
+            logging.WARNING if is_news else logging.DEBUG,
+            "%s to %s failed and is tried last now: %s",
+            path.name,
+            op.peer.name,
+            error,
+        )
         if running.place + 1 >= len(running.plan.paths) or self.clock.now() >= op.deadline:
             return False
         running.place += 1
+        op.began_at = 0.0
         return True
 
     def _settle(self, running: _Running, bytes_done: int, error: KVFerryError | None) -> None:
@@ -505,8 +537,7 @@ class Engine:
             moving_s = self.clock.now() - (op.began_at or running.began)
             if op.nbytes >= RATE_FROM_BYTES and moving_s > 0:
                 key = (op.peer.incarnation, path.transport, path.direction)
-                rate = self._rates.get(key, Rate())
-                self._rates[key] = rate.with_sample(op.nbytes / moving_s)
+                self._paths.measured(*key, op.nbytes / moving_s)
         else:
             self._counts["failed"] += 1
         self.later(lambda: transfer._finish(bytes_done, error, seconds))
@@ -525,10 +556,10 @@ class Engine:
         op.stop = op.stop or error
         self.later(lambda: transport.abort(op, error))
 
-    def _abort_all(self, error: AbortedError) -> None:
+    def _abort_all(self) -> None:
         with self.locked():
             for running in list(self._running.values()):
-                self._abort(running, error)
+                self._abort(running, AbortedError("the engine is closing", stage="move"))
 
     def _tick(self) -> float:
         """Deadlines and heart-beats; called by the loop."""
@@ -548,7 +579,8 @@ class Engine:
             due = self._deadlines[0][0] if self._deadlines else now + TICK_S
             if self.handoff is not None:
                 due = min(due, self.handoff.due())
-        return due
+        # What is overdue and cannot end yet must not keep the thread busy.
+        return max(due, now + TICK_MIN_S)
 
     # -- the lock ---------------------------------------------------------------------------
 
@@ -598,10 +630,7 @@ class Engine:
                 self._abort(
                     running, PeerLostError(lost.message, peer=peer.name, stage="move", fix=lost.fix)
                 )
-        for key in [k for k in self._rates if k[0] == peer.incarnation]:
-            del self._rates[key]
-        for key in [k for k in self._demoted if k[0] == peer.incarnation]:
-            del self._demoted[key]
+        self._paths.forget(peer.incarnation)
         for transport in self._transports.values():
             self.later(partial(transport.disconnect, peer.incarnation))
 
@@ -609,27 +638,6 @@ class Engine:
     def registry(self) -> Registry:
         """The regions of this engine; for the connections."""
         return self._registry
-
-    def _make_transports(
-        self, extra: dict[str, Transport]
-    ) -> tuple[dict[str, Transport], dict[str, str]]:
-        """The transports to open, and why the others are not."""
-        allowed = self.config.transports
-        found: dict[str, Transport] = {}
-        unusable: dict[str, str] = {}
-        for name in dict.fromkeys([*transports.names(), *extra, *allowed]):
-            if allowed and name not in allowed:
-                unusable[name] = f"not enabled here: transports={','.join(allowed)}"
-                continue
-            transport = extra[name] if name in extra else transports.make(name)
-            why_not = transport.unavailable()
-            if why_not:
-                unusable[name] = f"not usable here: {why_not}"
-            else:
-                found[name] = transport
-        if not found:
-            raise ConfigError(f"transports={','.join(allowed)}: none of them works here")
-        return found, unusable
 
 
 class _Process:
@@ -644,6 +652,17 @@ class _Process:
 
 PROCESS = _Process()
 os.register_at_fork(after_in_child=PROCESS.renew)
+
+
+def _no_path(plan: Plan, peer_name: str) -> NoPathError:
+    reasons = "; ".join(f"{name}: {why}" for name, why in plan.rejected.items())
+    return NoPathError(
+        f"no transport can serve this pair: {reasons}",
+        reasons=plan.rejected,
+        peer=peer_name,
+        stage="plan",
+        fix="make one of the reasons go away; 'tcp' needs the least",
+    )
 
 
 def _check_access(access: str) -> None:

@@ -16,6 +16,7 @@ file connects them with sessions and transfers.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 from collections.abc import Callable
@@ -63,6 +64,8 @@ log = logging.getLogger(__name__)
 PARAMS_VERSION = 1
 PARAMS_KEY = "kvferry"
 EXTRA_BYTES_MAX = 64 << 10
+CLAIMS_MAX = 65536
+"""Claims under way at once; one more is a BusyError."""
 
 
 class _Payload(msgspec.Struct, frozen=True):
@@ -215,8 +218,11 @@ class HandOff:
             )
         )
         if len(payload) - table.nbytes > EXTRA_BYTES_MAX:
-            raise UsageError(f"extra is over {EXTRA_BYTES_MAX} bytes")
+            raise UsageError(
+                f"extra is over {EXTRA_BYTES_MAX} bytes", fix="send large facts by another way"
+            )
         engine = self.engine
+        engine.check_open()
         offer_id = os.urandom(16)
         params = {
             "do_remote_prefill": True,
@@ -276,19 +282,25 @@ class HandOff:
         if ours.n_tokens != n_tokens:
             raise UsageError(
                 f"prefill offers {ours.n_tokens} tokens, decode's prompt has {n_tokens}: the two "
-                "sides tokenised differently"
+                "sides tokenised differently",
+                fix="use the same tokenizer and chat template on both sides",
             )
         table = layout.check_blocks(self.geometry, blocks, n_tokens)
         engine = self.engine
+        engine.check_open()
         now = engine.clock.now()
         deadline = now + (engine.config.transfer_s if deadline_s is None else deadline_s)
         claim_id = os.urandom(16)
         offer_id = bytes.fromhex(ours.offer)
         claim = Claim(claim_id, offer_id, table, n_tokens, on_end, now, deadline, self)
-        addresses = [Address.parse(text) for text in ours.addresses]
+        addresses = [_numeric(text) for text in ours.addresses]
         with engine.locked():
             if self._closed:
                 raise ClosedError("the hand-off is closed")
+            if len(self._claims) >= CLAIMS_MAX:
+                raise BusyError(
+                    f"{len(self._claims)} claims are under way", fix="wait for some to end"
+                )
             self._claims.add(claim_id, offer_id, deadline=deadline, now=now)
             self._claim_of[claim_id] = claim
             connect_by = min(deadline, now + engine.config.connect_s)
@@ -414,13 +426,23 @@ class HandOff:
         try:
             payload = msgspec.msgpack.decode(granted.payload, type=_Payload)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise HandoffError(f"prefill's grant cannot be read: {error}") from error
+            raise HandoffError(
+                f"prefill's grant cannot be read: {error}",
+                fix="run the same kvferry release on both sides",
+            ) from error
         source = layout.from_wire(payload.geometry)
         differences = layout.compatible(self.geometry, source)
         if differences:
-            raise HandoffError("the two KV pools do not fit: " + "; ".join(differences))
+            raise HandoffError(
+                "the two KV pools do not fit: " + "; ".join(differences),
+                fix="run the same model in the same KV dtype on both sides",
+            )
         if payload.n_tokens != claim.n_tokens or len(payload.blocks) % 8:
-            raise HandoffError(f"prefill grants {payload.n_tokens} tokens, not {claim.n_tokens}")
+            raise HandoffError(
+                f"prefill grants {payload.n_tokens} tokens in {len(payload.blocks)} bytes of block "
+                f"numbers, not {claim.n_tokens} tokens",
+                fix="copy prefill's kv_transfer_params verbatim, to the request they belong to",
+            )
         blocks = np.frombuffer(payload.blocks, "<i8")
         theirs, mine = layout.transfer_spans(
             source, blocks, self.geometry, claim.blocks, claim.n_tokens
@@ -487,6 +509,23 @@ class HandOff:
         self.engine.later(lambda: claim.on_end(end))
 
 
+def _numeric(text: str) -> Address:
+    """An address out of parameters that anybody may have written.
+
+    Raises UsageError for a host's name: to look it up would block, and a peer only tells numbers.
+    """
+    address = Address.parse(text)
+    if address.scheme == "tcp":
+        try:
+            ipaddress.ip_address(address.host.partition("%")[0])
+        except ValueError:
+            raise UsageError(
+                f"kv_transfer_params.{PARAMS_KEY}.addresses: {address.host!r} is not a number",
+                fix="copy prefill's kv_transfer_params verbatim into decode's request",
+            ) from None
+    return address
+
+
 def parse_params(params: Any) -> _Params:
     """The checked part of ``kv_transfer_params`` that is kvferry's.
 
@@ -507,4 +546,7 @@ def parse_params(params: Any) -> _Params:
     try:
         return msgspec.convert(body, _Params)
     except msgspec.ValidationError as error:
-        raise UsageError(f"kv_transfer_params.{PARAMS_KEY}: {error}") from error
+        raise UsageError(
+            f"kv_transfer_params.{PARAMS_KEY}: {error}",
+            fix="copy prefill's kv_transfer_params verbatim into decode's request",
+        ) from error

@@ -38,6 +38,7 @@ class ControlLoop:
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_r, READ, None)
         self._lock = threading.Lock()
+        self._wake_lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"kvferry-{name}", daemon=True)
         clock.on_jump(self.wake)
@@ -73,10 +74,14 @@ class ControlLoop:
 
     def wake(self) -> None:
         """Make the thread look around now. Any thread; never blocks."""
-        try:
-            os.write(self._wake_w, b"w")
-        except (BlockingIOError, OSError):
-            pass
+        with self._wake_lock:
+            # After close the number may belong to another file.
+            if self._wake_w < 0:
+                return
+            try:
+                os.write(self._wake_w, b"w")
+            except BlockingIOError:
+                pass
 
     def close(self) -> None:
         """End the thread and wait for it. Safe to call twice, not from the loop itself."""
@@ -86,9 +91,11 @@ class ControlLoop:
         self.wake()
         if self._thread.is_alive():
             self._thread.join()
+        with self._wake_lock:
+            wake_w, self._wake_w = self._wake_w, -1
         self._selector.close()
         os.close(self._wake_r)
-        os.close(self._wake_w)
+        os.close(wake_w)
 
     def _run(self) -> None:
         due = 0.0

@@ -37,13 +37,24 @@ class Movers:
             if waiting >= self._waiting_max:
                 raise BusyError(f"{waiting} copies wait already", fix="retry later")
             if self._idle <= waiting and len(self._threads) < self._threads_max:
-                number = len(self._threads)
-                thread = threading.Thread(
-                    target=self._loop, name=f"kvferry-{self._name}-mover{number}", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+                self._start_thread()
             self._queue.put(work)
+
+    def _start_thread(self) -> None:
+        number = len(self._threads)
+        thread = threading.Thread(
+            target=self._loop, name=f"kvferry-{self._name}-mover{number}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:
+                raise BusyError(
+                    f"no thread can be started for a long copy: {error}",
+                    fix="raise the limit of processes and threads (ulimit -u, pids.max)",
+                ) from error
+            return  # Those that run will do.
+        self._threads.append(thread)
 
     def close(self) -> None:
         """Finish what waits and end the threads. Blocks until they have."""
@@ -53,7 +64,8 @@ class Movers:
         for _ in threads:
             self._queue.put(None)
         for thread in threads:
-            thread.join(10.0)
+            if thread is not threading.current_thread():
+                thread.join(10.0)
 
     def _loop(self) -> None:
         while True:

@@ -6,6 +6,7 @@ Everything here runs under the engine's lock and never blocks, but for :meth:`Pe
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvferry import sockets
@@ -72,7 +74,8 @@ class Peer:
         self.fd = sock.fileno()
         self.regions: dict[int, RemoteRegion] = {}
         self.offered_addresses: list[str] = []
-        self._outbox: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self.reached_at: set[Address] = set()
+        self._outbox: deque[_Outgoing] = deque()
         self._outbox_bytes = 0
         self._fds: deque[int] = deque()
         self._pending: dict[int, tuple[float, Reply, Message]] = {}
@@ -102,6 +105,7 @@ class Peer:
         """
         if len(ref) != REF.size:
             raise UsageError(f"a region reference has {REF.size} bytes, not {len(ref)}")
+        self.engine.check_open()
         region_id, token = REF.unpack(ref)
         known = self.regions.get(region_id)
         if known is not None and known.token == token:
@@ -112,6 +116,7 @@ class Peer:
 
     def _ask(self, make: Callable[[int], Message], timeout_s: float, stage: str) -> Any:
         """Send a request and block for the answer."""
+        self.engine.check_open()
         if self.engine.loop.is_here():
             raise UsageError("a callback of kvferry must not wait for an answer of a peer")
         done = threading.Event()
@@ -137,7 +142,11 @@ class Peer:
             self.engine.later(lambda: reply(None, error))
             return
         if len(self._pending) >= PENDING_MAX:
-            raise BusyError(f"{PENDING_MAX} requests wait for answers", peer=self.name)
+            raise BusyError(
+                f"{PENDING_MAX} requests wait for answers",
+                peer=self.name,
+                fix="wait for some of them; the peer may be frozen",
+            )
         number = self._next_id
         self._next_id += 1
         message = make(number)
@@ -157,20 +166,24 @@ class Peer:
     def flush(self) -> None:
         """Send what is queued as far as the socket takes it."""
         for data, fds in self.session.data_to_send():
-            self._outbox.append((memoryview(data), fds))
+            self._outbox.append(_Outgoing(memoryview(data), fds))
             self._outbox_bytes += len(data)
         try:
             while self._outbox:
-                data_left, fds = self._outbox[0]
-                sent = sockets.send(self.sock, data_left, fds)
+                first = self._outbox[0]
+                sent = sockets.send(self.sock, first.data, first.fds)
                 if sent == 0:
                     break
                 self._outbox_bytes -= sent
-                if sent == len(data_left):
+                first.data = first.data[sent:]
+                first.drop()
+                if not first.data:
                     self._outbox.popleft()
-                else:
-                    self._outbox[0] = (data_left[sent:], ())
+            for waiting in self._outbox:
+                waiting.keep()
         except OSError as error:
+            if self.caller and self.view is None:
+                self._read()  # It may have said why before it hung up.
             self.end(self.session.receive_eof(f"the connection broke: {error.strerror}"))
             return
         if self._outbox_bytes > OUTBOX_BYTES_MAX:
@@ -235,6 +248,7 @@ class Peer:
                 self.end([event])
 
     def _take(self, event: Received) -> None:
+        """Handle one message; its descriptors are closed unless somebody asked for them."""
         message = event.message
         fds = [self._fds.popleft() for _ in range(min(event.descriptors, len(self._fds)))]
         if isinstance(message, Description):
@@ -286,8 +300,19 @@ class Peer:
             for fd in fds:
                 os.close(fd)
             if pending is not None:
-                text = "the peer's description of a region is incomplete"
-                self.engine.later(_call(pending[1], None, RegistrationError(text)))
+                error = RegistrationError(
+                    "the peer's description of a region is incomplete",
+                    peer=self.name,
+                    fix="run the same kvferry release on both sides",
+                )
+                self.engine.later(_call(pending[1], None, error))
+            return
+        known = self.regions.get(message.region_id)
+        if (known and (known.token, known.generation)) == (asked.token, message.generation):
+            # Two requests at once: whoever has the first answer may be using its descriptors.
+            for fd in fds:
+                os.close(fd)
+            self.engine.later(_call(pending[1], known, None))
             return
         owners = dict(zip(message.fd_owners, fds, strict=True))
         region = RemoteRegion(
@@ -310,15 +335,23 @@ class Peer:
     def forget_region(self, region_id: int) -> None:
         """The peer deregistered it, or described it anew."""
         region = self.regions.pop(region_id, None)
-        if region is not None:
-            self.engine.connections.forget(region)
-            close_exports(region)
+        if region is None:
+            return
+        # In this order no transport can map a descriptor that was closed, or is another file by
+        # now: first nobody finds it any more, then transports let go, then it is closed.
+        fds = [export.fd for export in region.exports.values() if export.fd >= 0]
+        region.exports.clear()
+        self.engine.connections.forget(region)
+        for fd in fds:
+            os.close(fd)
 
     # -- the end ----------------------------------------------------------------------------
 
     def release(self) -> tuple[socket.socket, int]:
-        """Give the socket and a descriptor (or -1) away, as a lane; what is queued is sent first."""
+        """Give socket and descriptor (or -1) away, as a lane; what is queued is sent first."""
         self.flush()
+        if self.lost is not None:
+            raise self.lost
         self.lost = PeerLostError("the connection became a lane")
         self.engine.loop.remove(self.fd)
         fds, self._fds = list(self._fds), deque()
@@ -335,9 +368,11 @@ class Peer:
         self.lost = last.error.located(peer=self.name)
         self._send_last()
         self.engine.loop.remove(self.fd)
-        self.sock.close()
+        sockets.hang_up(self.sock)
         while self._fds:
             os.close(self._fds.popleft())
+        while self._outbox:
+            self._outbox.popleft().drop()
         pending, self._pending = self._pending, {}
         for _, reply, _ in pending.values():
             self.engine.later(_call(reply, None, self.lost))
@@ -345,6 +380,8 @@ class Peer:
 
     def _send_last(self) -> None:
         """A refusal that is still queued, if the socket takes it."""
+        if self._outbox:
+            return  # In the middle of a frame the peer would take it for a part of that.
         try:
             for data, fds in self.session.data_to_send():
                 sockets.send(self.sock, data, fds)
@@ -352,11 +389,26 @@ class Peer:
             pass
 
 
-def close_exports(region: RemoteRegion) -> None:
-    """Close the descriptors that came with a region."""
-    for export in region.exports.values():
-        if export.fd >= 0:
-            os.close(export.fd)
+@dataclass(slots=True)
+class _Outgoing:
+    """Bytes that the socket has not taken yet, and the descriptors that go with the first."""
+
+    data: memoryview
+    fds: tuple[int, ...]
+    is_owner: bool = False
+
+    def keep(self) -> None:
+        """Hold copies of the descriptors: their owner may close them before they are sent."""
+        if self.fds and not self.is_owner:
+            self.fds = tuple(os.dup(fd) for fd in self.fds)
+            self.is_owner = True
+
+    def drop(self) -> None:
+        """They were sent, or never will be."""
+        if self.is_owner:
+            for fd in self.fds:
+                os.close(fd)
+        self.fds, self.is_owner = (), False
 
 
 class Dial:
@@ -373,6 +425,7 @@ class Dial:
         self.expected = expected
         self.deadline = deadline
         self.waiters: list[Callable[[Peer | None, KVFerryError | None], None]] = []
+        self._reached_at: set[Address] = set()
         self._left = deque(addresses)
         self._tried: list[KVFerryError] = []
         self.peer: Peer | None = None
@@ -391,6 +444,7 @@ class Dial:
             hello = self.engine.connections.hello("control", expected=self.expected)
             session = self.engine.connections.new_session(hello, caller=True)
             peer = Peer(self.engine, sock, session, caller=True, address=str(address))
+            peer.reached_at.add(address)
             self.peer = peer
             self.engine.loop.add(peer.fd, WRITE, self._connected)
             return
@@ -403,6 +457,11 @@ class Dial:
             if peer is None or self.over:
                 return
             number = peer.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if not number and not _is_connected(peer.sock):
+                if peer.sock.family != socket.AF_UNIX:
+                    return  # Woken too early.
+                # A Unix socket connects at once, or its queue is full and it never will.
+                number = errno.EAGAIN
             if number:
                 error = OSError(number, os.strerror(number))
                 self._failed(sockets.unreachable(peer.address, error))
@@ -417,6 +476,17 @@ class Dial:
         view = peer.view
         assert view is not None
         self.peer = None
+        self._reached_at |= peer.reached_at
+        known = self.engine.connections.caller_of(peer.incarnation, peer)
+        if known is not None and known is not self._fallback:
+            # Another address of a peer that we have, or two threads dialled it at once.
+            self.engine.connections.drop(peer, "there is a connection to this peer already")
+            other = self.engine.connections.upgrading(known)
+            if other is not None:
+                other.waiters += self.waiters
+                self.waiters = []
+            self._finish(known)
+            return
         if self._fallback is None and peer.sock.family != socket.AF_UNIX:
             unix = self.engine.connections.unix_address_of(peer)
             if unix is not None:
@@ -431,6 +501,10 @@ class Dial:
             )
             self._fallback = None
         self._finish(peer)
+
+    def replaces(self, peer: Peer) -> bool:
+        """Whether ``peer`` goes when this dial succeeds."""
+        return self._fallback is peer
 
     def lost(self, peer: Peer, error: KVFerryError) -> None:
         """The connection ended before its hello."""
@@ -476,6 +550,8 @@ class Dial:
         error: KVFerryError | None = None
         if peer is None:
             error = _most_telling(self._tried)
+        else:
+            peer.reached_at |= self._reached_at
         self.engine.connections.dialled(self)
         for waiter in self.waiters:
             self.engine.later(_call(waiter, peer, error))
@@ -490,6 +566,14 @@ def _most_telling(errors: list[KVFerryError]) -> KVFerryError:
     if len(errors) > 1 and not spoken:
         chosen.message = "; ".join(dict.fromkeys(error.message for error in errors))
     return chosen
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def _call(function: Callable[..., None], *arguments: Any) -> Callable[[], None]:

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,8 @@ from kvferry.transports.base import Access, Export, Transport
 
 if TYPE_CHECKING:
     from kvferry.engine import Engine
+
+log = logging.getLogger(__name__)
 
 DEREGISTER_S = 5.0
 """How long deregistering waits for transfers that use the region."""
@@ -46,6 +49,7 @@ class Registration:
         self.memory: SharedBuffer | None = None
         self.users = 0
         self.count = 1
+        self.is_freed = False
 
     @property
     def ref(self) -> bytes:
@@ -57,16 +61,16 @@ class Registration:
         For memory that is given a new meaning. Only streamed and remote paths are checked by the
         owner; a mapped reader is stopped by the hand-off's confirm.
         """
-        self._engine.registry.renew(self)
+        self._engine.renew(self)
 
     def close(self) -> None:
         """Deregister, at the last of as many calls as there were registrations. Blocks.
 
         Waits until no transfer touches the memory. Raises RegistrationError if that takes longer
         than five seconds: then the memory must not be freed, and ``close`` can be called again.
+        In a forked child it does nothing.
         """
         self._engine.deregister(self)
-        self.array = None
 
 
 class Registry:
@@ -78,6 +82,7 @@ class Registry:
         self._idle = threading.Condition(self._lock)
         self._by_id: dict[int, Registration] = {}
         self._by_memory: dict[tuple[int, int, str], Registration] = {}
+        self._leaving: dict[int, Registration] = {}
         self._next_id = 1
 
     def __len__(self) -> int:
@@ -109,13 +114,21 @@ class Registry:
         region = Region(region_id, "host", "", address, nbytes, 1, os.urandom(16), access)
         registration = Registration(engine, region, array, keep)
         registration.memory = memory
-        for name, transport in self._transports.items():
-            export = transport.export(region, fd)
-            if export is not None:
-                registration.exports[name] = export
+        try:
+            for name, transport in self._transports.items():
+                export = transport.export(region, fd)
+                if export is not None:
+                    registration.exports[name] = export
+        except BaseException:
+            self._free(registration)
+            raise
         with self._lock:
             self._by_id[region_id] = self._by_memory[same] = registration
         return registration
+
+    def has(self, region_id: int) -> bool:
+        """Whether the region is registered and not about to go."""
+        return region_id in self._by_id
 
     def renew(self, registration: Registration) -> None:
         with self._lock:
@@ -153,26 +166,49 @@ class Registry:
                 registration.users -= 1
                 self._idle.notify_all()
 
-    def remove(self, registration: Registration, running: Callable[[], bool]) -> None:
-        """Let go at the last use: no new access, wait for the open ones, free what is ours."""
+    def withdraw(self, registration: Registration) -> bool:
+        """Let no further use begin, if this was the last registration of the memory; whether so."""
         region = registration.region
         with self._lock:
             registration.count -= 1
-            if registration.count > 0:
-                return
+            if registration.count > 0 or registration.is_freed:
+                return False
             self._by_id.pop(region.region_id, None)
             self._by_memory.pop((region.address, region.nbytes, region.access), None)
+            self._leaving[region.region_id] = registration
+            return True
+
+    def remove(self, registration: Registration, running: Callable[[], bool]) -> None:
+        """After :meth:`withdraw`: wait for the uses that are open, and free what is ours."""
+        region = registration.region
         if not self._wait_idle(registration, running):
             registration.count = 1
             raise RegistrationError(
                 f"region {region.region_id} is still used by transfers after {DEREGISTER_S:g} s",
                 fix="do not free its memory; cancel its transfers, then close it again",
             )
-        for transport in self._transports.values():
-            transport.deregister(region)
+        self._free(registration)
+
+    def _free(self, registration: Registration) -> None:
+        """Give everything back, once: nobody uses it any more."""
+        region_id = registration.region.region_id
+        with self._lock:
+            if registration.is_freed:
+                return
+            registration.is_freed = True
+            self._leaving.pop(region_id, None)
+        try:
+            for transport in self._transports.values():
+                transport.deregister(registration.region)
+        except RegistrationError:
+            with self._lock:
+                registration.is_freed = False
+                registration.count = 1
+                self._leaving[region_id] = registration
+            raise
         registration.exports.clear()
+        registration.array = None
         if registration.memory is not None:
-            registration.array = None
             registration.memory.close()
 
     def _wait_idle(self, registration: Registration, running: Callable[[], bool]) -> bool:
@@ -194,15 +230,14 @@ class Registry:
     def close(self) -> None:
         """Free all memory that was allocated here; every transport is closed already."""
         with self._lock:
-            left = list(self._by_id.values())
+            left = [*self._by_id.values(), *self._leaving.values()]
             self._by_id.clear()
             self._by_memory.clear()
         for registration in left:
-            for transport in self._transports.values():
-                transport.deregister(registration.region)
-            if registration.memory is not None:
-                registration.array = None
-                registration.memory.close()
+            try:
+                self._free(registration)
+            except RegistrationError:
+                log.exception("region %d was not freed", registration.region.region_id)
 
     def _find(self, region_id: int, token: bytes) -> Registration:
         registration = self._by_id.get(region_id)

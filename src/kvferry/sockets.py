@@ -291,6 +291,15 @@ def send(sock: socket.socket, data: bytes | memoryview, fds: tuple[int, ...]) ->
         return 0
 
 
+def hang_up(sock: socket.socket) -> None:
+    """Close, so that the other end sees it now, even if a forked child holds a copy."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # It was never connected, or the other end was faster.
+    sock.close()
+
+
 def peer_uid(sock: socket.socket) -> int | None:
     """User id of the process at the other end of a Unix socket; None where it cannot be told."""
     if sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
 from kvferry.errors import DeadlineError, KVFerryError
 from kvferry.planner import Plan
+
+log = logging.getLogger(__name__)
 
 
 class Transfer:
@@ -144,7 +147,10 @@ class Transfer:
             if self._event is not None:
                 self._event.set()
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:
+                log.exception("a callback of %r failed", self)
 
     def __repr__(self) -> str:
         state = "running" if not self._over else ("failed" if self.error else "done")

@@ -19,7 +19,17 @@ TRANSPORTS = {
     "tcp": "kvferry.transports.tcp:TcpTransport",
 }
 
-__all__ = ["TRANSPORTS", "Capabilities", "Export", "Operation", "Services", "Transport", "make"]
+__all__ = [
+    "TRANSPORTS",
+    "Capabilities",
+    "Export",
+    "Operation",
+    "Services",
+    "Transport",
+    "choose",
+    "make",
+    "names",
+]
 
 
 def names() -> list[str]:
@@ -41,3 +51,32 @@ def make(name: str) -> Transport:
     made = getattr(import_module(module), attribute)()
     assert isinstance(made, Transport)
     return made
+
+
+def choose(
+    allowed: tuple[str, ...], extra: dict[str, Transport]
+) -> tuple[dict[str, Transport], dict[str, str]]:
+    """The transports that an engine opens, and why it does not open the others, by name.
+
+    allowed: names to use; empty means all. extra: made elsewhere, by name; they win over the table.
+    Raises ConfigError for a name that does not exist, and when none is left.
+    """
+    found: dict[str, Transport] = {}
+    unusable: dict[str, str] = {}
+    for name in dict.fromkeys([*names(), *extra, *allowed]):
+        if allowed and name not in allowed:
+            unusable[name] = f"not enabled here: transports={','.join(allowed)}"
+            continue
+        transport = extra[name] if name in extra else make(name)
+        why_not = transport.unavailable()
+        if why_not:
+            unusable[name] = f"not usable here: {why_not}"
+        else:
+            found[name] = transport
+    if not found:
+        reasons = "; ".join(f"{name}: {unusable[name]}" for name in allowed or unusable)
+        raise ConfigError(
+            f"transports={','.join(allowed)}: none of them works here ({reasons})",
+            fix="allow 'tcp' as well, which works everywhere",
+        )
+    return found, unusable

@@ -143,6 +143,10 @@ class Access:
     nbytes: int
 
 
+def _nothing() -> None:
+    return None
+
+
 class Services(Protocol):
     """What the engine does for transports."""
 
@@ -168,12 +172,19 @@ class Services(Protocol):
         ...
 
     def open_lane(
-        self, peer: PeerView, address: str, deadline: float, hello: dict[str, Any], fd: int = -1
+        self,
+        peer: PeerView,
+        address: str,
+        deadline: float,
+        hello: dict[str, Any],
+        fd: int = -1,
+        check: Callable[[], None] = _nothing,
     ) -> socket.socket:
         """A socket to the peer at one of its addresses, handed to the same transport there. Blocks.
 
         hello: fields for the lane's hello, ``purpose`` (the transport's name) among them. ``fd``
-        travels with it over a Unix socket. Raises UnreachableError and its kin.
+        travels with it over a Unix socket. ``check`` is called every 0.1 s while it blocks, and
+        gives up by raising. Raises UnreachableError and its kin.
         """
         ...
 

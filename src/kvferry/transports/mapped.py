@@ -20,6 +20,7 @@ from kvferry.errors import (
     KVFerryError,
     PeerLostError,
     RegistrationError,
+    StaleRegionError,
 )
 from kvferry.memory.copy import copy_spans
 from kvferry.regions import I64, U64
@@ -29,6 +30,9 @@ PIECE_BYTES = 16 << 20
 """An abort or a deadline is noticed after so many bytes at the latest: about 2 ms."""
 THREADS_FROM_BYTES = 8 << 20
 """From here on a second thread is worth its start."""
+
+_Key = tuple[tuple[bytes, int, int], bool]
+"""A peer's region, and whether it is mapped for writing."""
 
 
 def _nothing() -> None:
@@ -53,14 +57,20 @@ class Mapping:
 
 
 class MappedTransport(Transport):
-    """Copies between local memory and mappings of a peer's memory."""
+    """Copies between local memory and mappings of a peer's memory.
+
+    maps_quickly: whether :meth:`map` takes no time, so that even the caller's thread may do it.
+    """
+
+    maps_quickly = False
 
     def __init__(self) -> None:
         self._services: Services | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
-        self._mappings: dict[tuple[tuple[bytes, int, int], bool], Mapping] = {}
-        self._running: set[int] = set()
+        self._mappings: dict[_Key, Mapping] = {}
+        self._making: set[_Key] = set()
+        self._waiting: dict[int, Operation] = {}
         self._ops: dict[int, Operation] = {}
         self._closed = False
 
@@ -75,15 +85,36 @@ class MappedTransport(Transport):
         services = self._services
         assert services is not None
         with self._lock:
+            if self._closed:
+                raise AbortedError("the engine is closing")
             self._ops[op.op_id] = op
+            self._waiting[op.op_id] = op
+            # Mapping a large pool takes long, and the caller may be the control thread.
+            is_short = op.nbytes <= services.config.inline_bytes_max and (
+                self.maps_quickly or (op.remote.key, op.write) in self._mappings
+            )
+        if is_short:
+            self._move(op)
+            return
         try:
-            if op.nbytes <= services.config.inline_bytes_max:
-                self._move(op)
-            else:
-                services.run(lambda: self._move(op))
+            services.run(lambda: self._move(op))
         except KVFerryError:
+            if self._begin(op):
+                self._leave(op)
+                raise
+
+    def abort(self, op: Operation, error: KVFerryError) -> None:
+        super().abort(op, error)
+        services = self._services
+        if services is not None and self._begin(op):
+            # Nobody has touched it yet: no need to wait until the copies before it are done.
             self._leave(op)
-            raise
+            services.complete(op, 0, op.stop)
+
+    def _begin(self, op: Operation) -> bool:
+        """Whether the caller, and nobody else, has the operation from now on."""
+        with self._lock:
+            return self._waiting.pop(op.op_id, None) is not None
 
     def forget(self, remote: RemoteRegion) -> None:
         self._doom(lambda key: key == remote.key)
@@ -115,19 +146,20 @@ class MappedTransport(Transport):
     def _move(self, op: Operation) -> None:
         services = self._services
         assert services is not None
+        if not self._begin(op):
+            return
         done, error = 0, None
-        key = (op.remote.key, op.write)
         mapping = None
         try:
-            mapping = self._enter(op, key)
+            mapping = self._enter(op, services)
             op.began_at = services.clock.now()
             remote = op.remote_offsets.view("u8") + mapping.address
-            local = op.local_addresses()
+            local, remote, lengths = cut_long(op.local_addresses(), remote, op.lengths)
             target, source = (remote, local) if op.write else (local, remote)
             threads = services.config.copy_threads if op.nbytes >= THREADS_FROM_BYTES else 1
-            for begin, end, nbytes in pieces(op.lengths, op.nbytes):
+            for begin, end, nbytes in pieces(lengths, op.nbytes):
                 self._check(op, services)
-                copy_pieces(target, source, op.lengths, begin, end, threads)
+                copy_pieces(target, source, lengths, begin, end, threads)
                 done += nbytes
         except KVFerryError as failure:
             error = failure.located(
@@ -145,19 +177,46 @@ class MappedTransport(Transport):
         if services.clock.now() >= op.deadline:
             raise DeadlineError("the deadline passed while copying")
 
-    def _enter(self, op: Operation, key: tuple[tuple[bytes, int, int], bool]) -> Mapping:
+    def _enter(self, op: Operation, services: Services) -> Mapping:
         """The mapping for an operation, made if missing, pinned until :meth:`_exit`."""
+        key = (op.remote.key, op.write)
         with self._lock:
-            if self._closed:
-                raise AbortedError("the engine is closing")
+            while key in self._making:
+                self._idle.wait(0.1)
+                self._check(op, services)
             mapping = self._mappings.get(key)
-            if mapping is None:
-                # Mapping takes the lock's time once per region of a peer, and never twice at once.
-                mapping = self.map(op.remote, writable=op.write)
+            if mapping is not None:
+                return self._pin(mapping)
+            if not op.remote.exports:
+                raise StaleRegionError(
+                    f"region {op.remote.region_id} of the peer is gone",
+                    fix="ask its owner for a reference that is still good",
+                )
+            self._making.add(key)
+        # Without the lock: mapping fills page tables, which takes long for a large pool.
+        try:
+            mapping = self.map(op.remote, writable=op.write)
+        except BaseException:
+            self._made(key, None)
+            raise
+        with self._lock:
+            self._made(key, mapping)
+            return self._pin(mapping)
+
+    def _made(self, key: _Key, mapping: Mapping | None) -> None:
+        """The attempt to map is over."""
+        with self._lock:
+            self._making.discard(key)
+            if mapping is not None:
                 self._mappings[key] = mapping
-            mapping.enter()
-            mapping.users += 1
-            return mapping
+            self._idle.notify_all()
+
+    def _pin(self, mapping: Mapping) -> Mapping:
+        if self._closed:
+            raise AbortedError("the engine is closing")
+        mapping.enter()
+        mapping.users += 1
+        return mapping
 
     def _exit(self, mapping: Mapping) -> None:
         mapping.exit()
@@ -176,6 +235,8 @@ class MappedTransport(Transport):
         """Drop mappings: now if unused, else when their last copy ends."""
         free = []
         with self._lock:
+            # What is being mapped right now must not appear after this.
+            self._idle.wait_for(lambda: not any(chosen(key[0]) for key in self._making))
             for key in [key for key in self._mappings if chosen(key[0])]:
                 mapping = self._mappings.pop(key)
                 mapping.doomed = True
@@ -183,6 +244,17 @@ class MappedTransport(Transport):
                     free.append(mapping)
         for mapping in free:
             mapping.release()
+
+
+def cut_long(local: U64, remote: U64, lengths: I64) -> tuple[U64, U64, I64]:
+    """The same bytes in spans of at most PIECE_BYTES."""
+    if not lengths.size or int(lengths.max()) <= PIECE_BYTES:
+        return local, remote, lengths
+    count = -(-lengths // PIECE_BYTES)
+    which = np.repeat(np.arange(lengths.size), count)
+    step = (np.arange(which.size) - np.repeat(np.cumsum(count) - count, count)) * PIECE_BYTES
+    cut = np.minimum(lengths[which] - step, PIECE_BYTES)
+    return local[which] + step.view("u8"), remote[which] + step.view("u8"), cut
 
 
 def pieces(lengths: I64, nbytes: int) -> list[tuple[int, int, int]]:

@@ -43,7 +43,13 @@ class ShmTransport(MappedTransport):
     def export(self, region: Region, fd: int) -> Export | None:
         if fd < 0 or region.kind != "host":
             return None
-        shared = readonly_fd(fd) if region.access == READ else os.dup(fd)
+        try:
+            shared = readonly_fd(fd) if region.access == READ else os.dup(fd)
+        except OSError as error:
+            raise RegistrationError(
+                f"cannot share region {region.region_id}: {error.strerror}",
+                fix="raise the limit of open files (ulimit -n)",
+            ) from error
         self._fds[region.region_id] = shared
         return Export(b"", shared)
 

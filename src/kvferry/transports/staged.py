@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -47,12 +48,14 @@ class StagedTransport(StreamedTransport):
     def export(self, region: Region, fd: int) -> Export | None:
         return Export() if region.kind == "host" else None
 
-    def dial(self, services: Services, peer: PeerView, deadline: float) -> Channel:
+    def dial(
+        self, services: Services, peer: PeerView, deadline: float, check: Callable[[], None]
+    ) -> Channel:
         slots, nbytes = services.config.ring_slots, services.config.ring_bytes
         ring = allocate_shared(slots * nbytes, name="kvferry-ring")
         try:
             hello = {"purpose": self.name, "ring_bytes": nbytes, "ring_slots": slots}
-            sock = services.open_lane(peer, peer.unix_address, deadline, hello, ring.fd)
+            sock = services.open_lane(peer, peer.unix_address, deadline, hello, ring.fd, check)
         except BaseException:
             ring.close()
             raise
@@ -61,7 +64,8 @@ class StagedTransport(StreamedTransport):
     def serve(self, sock: socket.socket, fd: int, hello: Hello) -> Channel:
         try:
             size = hello.ring_bytes * hello.ring_slots
-            if fd < 0 or not 0 < size <= RING_BYTES_MAX or hello.ring_slots < 2:
+            good = 4096 <= hello.ring_bytes <= size <= RING_BYTES_MAX and hello.ring_slots >= 2
+            if fd < 0 or not good:
                 raise ProtocolError("a staged lane without a usable ring")
             ring = map_shared(fd, size, writable=True)
         except OSError as error:

@@ -20,6 +20,8 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -30,11 +32,13 @@ from kvferry.errors import (
     KVFerryError,
     PeerLostError,
     ProtocolError,
+    UnreachableError,
     from_code,
 )
 from kvferry.protocol import framing, messages
 from kvferry.protocol.messages import Done, Failure, Move, Ready
 from kvferry.regions import I64, U64, Spans
+from kvferry.sockets import hang_up
 from kvferry.transports.base import Operation, PeerView, Services, Transport
 
 log = logging.getLogger(__name__)
@@ -47,10 +51,17 @@ SPLIT_FROM_BYTES = 16 << 20
 """Larger transfers are cut over all lanes of the peer."""
 
 
+class Stoppable(Protocol):
+    """What a watch looks at; ``stop`` says why the move should end."""
+
+    @property
+    def stop(self) -> KVFerryError | None: ...
+
+
 class Watch:
     """What a blocking move looks at between system calls: may it go on?"""
 
-    def __init__(self, services: Services, deadline: float, op: Operation | None = None) -> None:
+    def __init__(self, services: Services, deadline: float, op: Stoppable | None = None) -> None:
         self._services = services
         self._op = op
         self.deadline = deadline
@@ -60,8 +71,9 @@ class Watch:
 
     def check(self) -> None:
         """Raise what should end the move: a stop, the closing of the lane, the deadline."""
-        if self._op is not None and self._op.stop is not None:
-            raise self._op.stop
+        stop = self._op.stop if self._op is not None else None
+        if stop is not None:
+            raise stop
         if self.closing:
             raise AbortedError("the lane is closing")
         if self._services.clock.now() >= self.deadline:
@@ -144,7 +156,7 @@ class Channel(ABC):
 
     def close(self) -> None:
         """Give the socket and whatever belongs to the channel back."""
-        self.sock.close()
+        hang_up(self.sock)
 
 
 class StreamedTransport(Transport):
@@ -154,12 +166,15 @@ class StreamedTransport(Transport):
         self._services: Services | None = None
         self._lock = threading.Lock()
         self._clients: dict[bytes, _LanePool] = {}
+        self._leaving: list[_LanePool] = []
         self._servers: set[_Server] = set()
         self._closed = False
 
     @abstractmethod
-    def dial(self, services: Services, peer: PeerView, deadline: float) -> Channel:
-        """Open a channel to a peer. Blocks."""
+    def dial(
+        self, services: Services, peer: PeerView, deadline: float, check: Callable[[], None]
+    ) -> Channel:
+        """Open a channel to a peer. Blocks; ``check`` is for :meth:`Services.open_lane`."""
 
     @abstractmethod
     def serve(self, sock: socket.socket, fd: int, hello: messages.Hello) -> Channel:
@@ -172,6 +187,9 @@ class StreamedTransport(Transport):
         with self._lock:
             if self._closed:
                 raise AbortedError("the engine is closing")
+            if op.stop is not None:
+                # Its peer may be gone: a pool made now would stay for ever.
+                raise op.stop
             pool = self._clients.get(op.peer.incarnation)
             if pool is None:
                 pool = self._clients[op.peer.incarnation] = _LanePool(self, op.peer)
@@ -179,9 +197,11 @@ class StreamedTransport(Transport):
 
     def abort(self, op: Operation, error: KVFerryError) -> None:
         super().abort(op, error)
-        pool = self._clients.get(op.peer.incarnation)
-        if pool is not None:
-            pool.interrupt(op)
+        with self._lock:
+            pools = [self._clients.get(op.peer.incarnation), *self._leaving]
+        for pool in pools:
+            if pool is not None:
+                pool.interrupt(op)
 
     def accept(self, sock: socket.socket, fd: int, hello: messages.Hello) -> None:
         try:
@@ -192,14 +212,21 @@ class StreamedTransport(Transport):
         with self._lock:
             if not self._closed:
                 server = _Server(self, channel, hello.incarnation, hello.name)
+                try:
+                    server.thread.start()
+                except RuntimeError:
+                    channel.close()
+                    raise
                 self._servers.add(server)
-                server.thread.start()
                 return
         channel.close()
 
     def disconnect(self, incarnation: bytes) -> None:
         with self._lock:
             pool = self._clients.pop(incarnation, None)
+            self._leaving = [pool for pool in self._leaving if pool.is_alive()]
+            if pool is not None:
+                self._leaving.append(pool)
             servers = [s for s in self._servers if s.incarnation == incarnation]
         for server in servers:
             server.stop()
@@ -209,7 +236,7 @@ class StreamedTransport(Transport):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            pools = list(self._clients.values())
+            pools = [*self._clients.values(), *self._leaving]
             servers = list(self._servers)
             self._clients.clear()
         for pool in pools:
@@ -220,6 +247,8 @@ class StreamedTransport(Transport):
             pool.join()
         for server in servers:
             server.thread.join(10.0)
+        with self._lock:
+            self._leaving.clear()
 
     def statistics(self) -> dict[str, int]:
         with self._lock:
@@ -249,6 +278,11 @@ class _Whole:
         self._error: KVFerryError | None = None
         self._left = 1
 
+    @property
+    def stop(self) -> KVFerryError | None:
+        """Why its parts should end: the operation was stopped, or another part has failed."""
+        return self.op.stop or self._error
+
     def cut(self, lanes: int) -> list[_Part]:
         op = self.op
         if lanes < 2 or op.nbytes < SPLIT_FROM_BYTES or op.lengths.size < lanes:
@@ -265,8 +299,6 @@ class _Whole:
             self._left -= 1
             if error is not None and self._error is None:
                 self._error = error
-                # The other parts have no use any more.
-                self.op.stop = self.op.stop or error
             if self._left:
                 return
             if self._error is not None:
@@ -294,20 +326,33 @@ class _LanePool:
         whole = _Whole(op, self.services)
         with self.ready:
             if self.stopped is not None:
-                raise self.stopped
+                raise type(self.stopped)(self.stopped.message, stage="move")
             if len(self.waiting) >= config.lane_queue_max:
                 raise BusyError(
                     f"{len(self.waiting)} transfers wait for {self.transport.name} lanes to "
                     f"{self.peer.name}",
                     fix="retry later, or raise lane_queue_max",
                 )
-            self.waiting.extend(whole.cut(config.lanes_max))
-            wanted = len(self.waiting) - self.idle
+            parts = whole.cut(config.lanes_max)
+            wanted = len(self.waiting) + len(parts) - self.idle
             while wanted > 0 and len(self.lanes) < config.lanes_max:
-                self.lanes.append(_Lane(self, len(self.lanes)))
-                self.lanes[-1].thread.start()
+                self._start_lane()
                 wanted -= 1
+            self.waiting.extend(parts)
             self.ready.notify(len(self.waiting))
+
+    def _start_lane(self) -> None:
+        lane = _Lane(self, len(self.lanes))
+        try:
+            lane.thread.start()
+        except RuntimeError as error:
+            if not self.lanes:
+                raise BusyError(
+                    f"no thread can be started for a lane: {error}",
+                    fix="raise the limit of processes and threads (ulimit -u, pids.max)",
+                ) from error
+            return  # Those that run will do.
+        self.lanes.append(lane)
 
     def next(self) -> _Part | None:
         """The next part for a lane; None when the pool is stopped. Blocks while idle."""
@@ -320,6 +365,13 @@ class _LanePool:
             return self.waiting.popleft() if self.waiting else None
 
     def interrupt(self, op: Operation) -> None:
+        """End an operation that has a stop: at once what waits, soon what runs."""
+        with self.ready:
+            mine = [part for part in self.waiting if part.whole.op is op]
+            for part in mine:
+                self.waiting.remove(part)
+        for part in mine:
+            part.whole.ended(0, op.stop)
         for lane in list(self.lanes):
             lane.interrupt(op)
 
@@ -335,7 +387,11 @@ class _LanePool:
 
     def join(self) -> None:
         for lane in list(self.lanes):
-            lane.thread.join(10.0)
+            if lane.thread is not threading.current_thread():
+                lane.thread.join(10.0)
+
+    def is_alive(self) -> bool:
+        return any(lane.thread.is_alive() for lane in self.lanes)
 
 
 class _Lane:
@@ -370,7 +426,7 @@ class _Lane:
 
     def _carry(self, part: _Part) -> None:
         op = part.whole.op
-        watch = Watch(self.pool.services, op.deadline, op)
+        watch = Watch(self.pool.services, op.deadline, part.whole)
         error: KVFerryError | None = None
         with self.lock:
             self.op = op
@@ -410,7 +466,7 @@ class _Lane:
             generation=op.remote.generation,
             offsets=op.remote_offsets[span].tobytes(),
             lengths=lengths.tobytes(),
-            deadline_s=max(op.deadline - self.pool.services.clock.now(), 0.0),
+            deadline_s=min(max(op.deadline - self.pool.services.clock.now(), 0.0), 1e6),
         )
         channel = self._begin(head, nbytes, watch)
         op.began_at = op.began_at or self.pool.services.clock.now()
@@ -447,7 +503,12 @@ class _Lane:
         if self.channel is None:
             services = self.pool.services
             limit = services.clock.now() + services.config.connect_s
-            channel = self.pool.transport.dial(services, self.pool.peer, min(watch.deadline, limit))
+            deadline = min(watch.deadline, limit)
+            try:
+                channel = self.pool.transport.dial(services, self.pool.peer, deadline, watch.check)
+            except UnreachableError:
+                watch.check()  # If the deadline has passed, that is the reason to give.
+                raise
             with self.lock:
                 self.channel = channel
             # A stop that came while dialling had no channel to interrupt.
@@ -533,7 +594,7 @@ class _Server:
             # After Ready the stream carries bytes: a message would be taken for some of them.
             if agreed or isinstance(error, (ProtocolError, PeerLostError)):
                 raise
-            text = messages.clip(error.message)
+            text = messages.clip(f"{error.message}; {error.fix}" if error.fix else error.message)
             self.channel.send_message(Failure(head.transfer_id, error.code, text), watch)
             return
         if head.write:

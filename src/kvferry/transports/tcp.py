@@ -10,10 +10,11 @@ import ctypes
 import errno
 import os
 import socket
+from collections.abc import Callable
 
 import numpy as np
 
-from kvferry.errors import KVFerryError, PeerLostError, RegistrationError
+from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, RegistrationError
 from kvferry.protocol.messages import Hello
 from kvferry.regions import I64, U64, Region
 from kvferry.sockets import Address, is_loopback
@@ -62,13 +63,18 @@ class TcpTransport(StreamedTransport):
     def blocked(self, local: Region, remote: RemoteRegion, peer: PeerView) -> str:
         return "" if peer.tcp_address else "the peer does not listen on TCP"
 
-    def dial(self, services: Services, peer: PeerView, deadline: float) -> Channel:
-        sock = services.open_lane(peer, peer.tcp_address, deadline, {"purpose": self.name})
+    def dial(
+        self, services: Services, peer: PeerView, deadline: float, check: Callable[[], None]
+    ) -> Channel:
+        hello = {"purpose": self.name}
+        sock = services.open_lane(peer, peer.tcp_address, deadline, hello, check=check)
         return TcpChannel(sock, is_loopback(Address.parse(peer.tcp_address).host))
 
     def serve(self, sock: socket.socket, fd: int, hello: Hello) -> Channel:
         if fd >= 0:
             os.close(fd)
+        if sock.family == socket.AF_UNIX:
+            raise ProtocolError("a tcp lane over a Unix socket")
         return TcpChannel(sock, is_loopback(str(sock.getpeername()[0])))
 
 
@@ -111,6 +117,8 @@ class TcpChannel(Channel):
             if done == ends[last - 1]:
                 first = last
             else:
+                # A call that stopped short waited for a whole slice: a slow drip, or the end.
+                watch.check()
                 first = int(np.searchsorted(ends, done, side="right"))
                 left = int(ends[first]) - done
                 iovecs[first, 0] += iovecs[first, 1] - np.uint64(left)
