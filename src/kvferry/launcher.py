@@ -203,6 +203,8 @@ class Fleet:
     def _engine_argv(self, role: str) -> list[str]:
         argv = [*self._command, "engine", "--model", self.model, "--role", role]
         argv += ["--host", "127.0.0.1", "--socket-dir", self._socket_dir]
+        # Offers that nobody claims any more must not use up the time that ends in a kill.
+        argv += ["--drain-s", f"{self._stop_s / 4:g}"]
         for transport in self._transports:
             argv += ["--transport", transport]
         return argv + self._engine_flags
@@ -213,6 +215,7 @@ class Fleet:
             argv += ["--prefill", url]
         for url in self.decode_urls:
             argv += ["--decode", url]
+        argv += ["--drain-s", f"{self._stop_s / 4:g}"]
         return argv + self._router_flags
 
     def _add(self, name: str, argv: list[str], port: int) -> _Child:

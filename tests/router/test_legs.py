@@ -99,9 +99,22 @@ def test_a_body_that_is_no_object_is_refused(body):
         (b'{"echo":true}', ""),
         (b'{"echo": false ,"logprobs":1}', ""),
         (b'{"logprobs":5}', ""),
+        (b'{"n":1,"best_of":1}', ""),
+        (b'{"n":null}', ""),
+        (b'{"n":2}', "many_answers"),
+        (b'{"best_of":3}', "many_answers"),
+        (b'{"use_beam_search":true}', "many_answers"),
+        (b'{"prompt":["a"]}', ""),
+        (b'{"prompt":["a","b"]}', "many_prompts"),
+        (b'{"prompt":[ "a","b"]}', "many_prompts"),
+        (b'{"prompt":[[1,2],[3]]}', "many_prompts"),
+        (b'{"prompt":[1,2,3]}', ""),
+        (b'{"prompt":[ 1,2,3]}', ""),
+        (b'{"prompt":[]}', ""),
+        (b'{"prompt":"[1,2"}', ""),
     ],
 )
-def test_log_probabilities_of_the_prompt_need_the_prompt(body, reason):
+def test_what_one_offer_cannot_serve_is_not_handed_off(body, reason):
     assert local_reason(parse_fields(body)) == reason
 
 

@@ -88,7 +88,7 @@ def test_it_starts_all_names_them_and_stops_them():
         pids = [popen.pid for popen in made.processes.values()]
         argv = lines.of("prefill-1")[0]
         assert argv.startswith("argv engine --model good --role prefill --host 127.0.0.1")
-        assert argv.endswith("--transport shm --transport tcp --blocks 7 --port 0")
+        assert argv.endswith("--drain-s 1 --transport shm --transport tcp --blocks 7 --port 0")
         sockets = re.search(r"--socket-dir (\S+)", argv)[1]
         assert Path(sockets).stat().st_mode & 0o777 == 0o700
         assert "greeting hello" in lines.of("decode-0")

@@ -65,14 +65,18 @@ def parse_fields(body: bytes) -> Fields:
 def local_reason(fields: Fields) -> str:
     """Why this request cannot be handed off, or "".
 
-    Log-probabilities of the prompt come from the logits of the prompt, which decode has only when
-    it computes the prompt itself.
+    One offer is one prompt's blocks, to be claimed once: it serves one prompt and one answer.
+    Log-probabilities of the prompt come from logits that decode has only if it computes the prompt.
     """
     if _is_set(fields, "prompt_logprobs"):
         return "prompt_logprobs"
     if _is_set(fields, "echo") and _is_set(fields, "logprobs"):
         return "prompt_logprobs"
-    return ""
+    if _is_set(fields, "use_beam_search") or any(
+        _is_set(fields, key) and bytes(fields[key]).strip() != b"1" for key in ("n", "best_of")
+    ):
+        return "many_answers"
+    return "many_prompts" if _has_many_prompts(fields) else ""
 
 
 def prefill_body(fields: Fields) -> bytes:
@@ -137,3 +141,15 @@ def _end_to_end(received: Mapping[str, str], dropped: Iterable[str]) -> CIMultiD
 def _is_set(fields: Fields, key: str) -> bool:
     value = fields.get(key)
     return value is not None and bytes(value).strip() not in _ABSENT
+
+
+def _has_many_prompts(fields: Fields) -> bool:
+    prompt = bytes(fields.get("prompt", b"")).strip()
+    # A list of numbers is one prompt, given as tokens. Only lists of texts or lists hold several.
+    if not prompt.startswith(b"[") or prompt[1:2].strip(b'"[ \t\r\n'):
+        return False
+    try:
+        prompts = msgspec.json.decode(prompt, type=list[msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return len(prompts) > 1 and bytes(prompts[0]).lstrip()[:1] in (b'"', b"[")
