@@ -28,7 +28,7 @@ Handler = Callable[[int], None]
 class ControlLoop:
     """The control thread of one engine.
 
-    tick: called after each round, with nothing held; returns when it wants to be called next.
+    tick: called when it is due, with nothing held; returns when it wants to be called next.
     """
 
     def __init__(self, name: str, clock: Clock, tick: Callable[[], float]) -> None:
@@ -100,16 +100,24 @@ class ControlLoop:
     def _run(self) -> None:
         due = 0.0
         while not self._closing:
-            timeout = min(max(due - self._clock.now(), 0.0), TICK_S)
-            for key, ready in self._selector.select(timeout):
+            now = self._clock.now()
+            if now >= due:
+                # Between ticks only messages are handled: whoever waits for one of them gets the
+                # interpreter lock the sooner.
+                due = min(self._call_tick(now), now + TICK_S)
+            for key, ready in self._selector.select(min(max(due - now, 0.0), TICK_S)):
                 if key.data is None:
                     self._drain()
+                    due = 0.0
                 else:
                     self._call(key.data, ready)
-            try:
-                due = self._tick()
-            except Exception:
-                log.exception("the control loop's tick failed; this is a bug in kvferry")
+
+    def _call_tick(self, now: float) -> float:
+        try:
+            return self._tick()
+        except Exception:
+            log.exception("the control loop's tick failed; this is a bug in kvferry")
+            return now + TICK_S
 
     def _drain(self) -> None:
         try:

@@ -77,6 +77,7 @@ class Peer:
         self.reached_at: set[Address] = set()
         self._outbox: deque[_Outgoing] = deque()
         self._outbox_bytes = 0
+        self._waits_for = READ
         self._fds: deque[int] = deque()
         self._pending: dict[int, tuple[float, Reply, Message]] = {}
         self._next_id = 1
@@ -189,7 +190,10 @@ class Peer:
         if self._outbox_bytes > OUTBOX_BYTES_MAX:
             self.end(self.session.receive_eof(f"the peer left {self._outbox_bytes} bytes unread"))
             return
-        self.engine.loop.change(self.fd, READ | WRITE if self._outbox else READ)
+        wanted = READ | WRITE if self._outbox else READ
+        if wanted != self._waits_for:
+            self._waits_for = wanted
+            self.engine.loop.change(self.fd, wanted)
 
     # -- what the loop saw, under the lock ------------------------------------------------------
 
