@@ -121,7 +121,7 @@ def test_logits_and_kv_do_not_depend_on_the_batch(tiny: Model, seed: int) -> Non
 @needs_smollm2
 @pytest.mark.slow
 def test_smollm2_does_not_depend_on_the_batch(smollm2: Model) -> None:
-    check_batches(smollm2, [37, 5, 140, 64, 1, 20, 90, 11, 50], steps=3, seed=9)
+    check_batches(smollm2, [37, 5, 140, 1, 64, 20], steps=2, seed=9)
 
 
 def test_prompt_may_be_cut_anywhere(tiny: Model) -> None:
@@ -301,8 +301,8 @@ config, weights, _ = load(sys.argv[1])
 model = Model(config, weights)
 kv = PagedKV(config, block_tokens=16, blocks=20)
 rng = np.random.default_rng(0)
-out = [model.forward(kv, [Chunk(rng.integers(3, 200, 140), 0, np.arange(10))])]
-two = [Chunk(np.array([9]), 140, np.arange(10)), Chunk(np.arange(3, 12), 0, np.arange(10, 20))]
+out = [model.forward(kv, [Chunk(rng.integers(3, 200, 70), 0, np.arange(10))])]
+two = [Chunk(np.array([9]), 70, np.arange(10)), Chunk(np.arange(3, 12), 0, np.arange(10, 20))]
 out.append(model.forward(kv, two))
 print(hashlib.sha256(b"".join(x.tobytes() for x in out) + kv.data.tobytes()).hexdigest())
 """
