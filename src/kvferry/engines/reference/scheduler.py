@@ -318,7 +318,6 @@ class Scheduler:
         log.info("%s: its KV was not loaded and is computed here: %s", sequence.id, error)
         self._recomputed_count += 1
         self._observer.recomputed()
-        sequence.computed_tokens = 0
         self._ledger.enter(sequence, State.RUNNING)
 
     # The end of a sequence.
