@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -60,6 +62,8 @@ def main(
         console.print("Installing the rivals into .venv-bench ...")
         subprocess.run(["sh", str(ROOT / "scripts" / "bench_setup.sh")], check=False)
 
+    # As an exception, a request to end passes through the clean-up that stops every rival.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     yardstick = memcpy()
     cases = [Case(total_bytes, size) for size in dict.fromkeys([*sizes, total_bytes])]
     with console.status("starting") as status:
