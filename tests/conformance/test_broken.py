@@ -1,0 +1,82 @@
+"""The checks find what they are for: transports that are broken on purpose."""
+
+import threading
+
+import pytest
+
+from kvferry.errors import KVFerryError
+from kvferry.testing import ConformanceError, check_transport, conformance
+from kvferry.transports import mapped
+from kvferry.transports.base import Operation, RemoteRegion
+from kvferry.transports.inproc import InprocTransport
+
+
+class OffByOne(InprocTransport):
+    """Reads from one byte too far."""
+
+    def map(self, remote: RemoteRegion, *, writable: bool) -> mapped.Mapping:
+        made = super().map(remote, writable=writable)
+        made.address += 1
+        return made
+
+
+class Deaf(InprocTransport):
+    """Does not look at aborts and deadlines."""
+
+    def abort(self, op: Operation, error: KVFerryError) -> None:
+        return None
+
+    def _check(self, op: Operation, services: object) -> None:
+        return None
+
+
+class Littering(InprocTransport):
+    """Leaves a thread behind."""
+
+    over = threading.Event()
+
+    def open(self, services: object) -> None:
+        super().open(services)
+        threading.Thread(target=self.over.wait, name="kvferry-litter", daemon=True).start()
+
+
+class Blurting(InprocTransport):
+    """Reports success before anything was copied."""
+
+    def submit(self, op: Operation) -> None:
+        self._services.complete(op, op.nbytes, None)
+
+
+@pytest.mark.parametrize(
+    ("make", "check"),
+    [
+        (OffByOne, conformance.check_sizes),
+        (OffByOne, conformance.check_scattered),
+        (Deaf, conformance.check_deadline),
+        (Blurting, conformance.check_sizes),
+    ],
+)
+def test_a_broken_transport_is_found(make, check):
+    with pytest.raises(AssertionError):
+        conformance.run_check(check, make)
+
+
+def test_a_thread_left_behind_is_found(monkeypatch):
+    monkeypatch.setattr(conformance.Snapshot.leaked, "__defaults__", (0.05,))
+    with pytest.raises(AssertionError, match="kvferry-litter"):
+        conformance.run_check(conformance.check_bounds, Littering)
+    Littering.over.set()
+
+
+def test_the_report_names_what_failed(monkeypatch):
+    monkeypatch.setattr(conformance, "CHECKS", (conformance.check_bounds, conformance.check_sizes))
+    with pytest.raises(ConformanceError, match=r"FAILED sizes: [^!]*wrong from byte"):
+        check_transport(OffByOne)
+    report = check_transport(InprocTransport, skip={"bounds": "for this test"})
+    assert report.passed == ["sizes"]
+    assert report.skipped == {"bounds": "for this test"}
+
+
+def test_unknown_memory_is_refused():
+    with pytest.raises(ValueError, match="plain"):
+        check_transport(InprocTransport, local="gold")
