@@ -286,10 +286,21 @@ class HandOff:
                 fix="use the same tokenizer and chat template on both sides",
             )
         table = layout.check_blocks(self.geometry, blocks, n_tokens)
+        limit_s = self.engine.config.transfer_s if deadline_s is None else deadline_s
+        return self._claim(ours, table, n_tokens, on_end, limit_s)
+
+    def _claim(
+        self,
+        ours: _Params,
+        table: I64,
+        n_tokens: int,
+        on_end: Callable[[ClaimEnd], None],
+        limit_s: float,
+    ) -> Claim:
         engine = self.engine
         engine.check_open()
         now = engine.clock.now()
-        deadline = now + (engine.config.transfer_s if deadline_s is None else deadline_s)
+        deadline = now + limit_s
         claim_id = os.urandom(16)
         offer_id = bytes.fromhex(ours.offer)
         claim = Claim(claim_id, offer_id, table, n_tokens, on_end, now, deadline, self)
@@ -316,6 +327,17 @@ class HandOff:
         with self.engine.locked():
             self._do(self._claims.cancel(claim_id))
 
+    def decline(self, params: dict[str, Any]) -> None:
+        """Let go of an offer that will not be claimed, so that prefill gets its blocks back now.
+
+        Never blocks. What goes wrong is not told: the offer then ends by its own time. Raises
+        UsageError for parameters that are not kvferry's, BusyError, ClosedError.
+        """
+        ours = parse_params(params)
+        nothing = np.empty(0, dtype=np.int64)
+        with self.engine.locked():
+            self._claim(ours, nothing, 0, lambda _end: None, self.engine.config.connect_s).cancel()
+
     def _connected(self, claim: Claim, peer: Peer | None, error: KVFerryError | None) -> None:
         with self.engine.locked():
             if peer is not None and not peer.is_open():
@@ -323,6 +345,12 @@ class HandOff:
             if error is not None or peer is None:
                 error = error or PeerLostError("the peer is gone")
                 self._do(self._claims.failed(claim.claim_id, error.located(stage="connect")))
+                return
+            if claim.stop:
+                # It ended while there was nobody to tell: take the offer, and leave it at once.
+                peer.send(messages.Claim(claim.claim_id, claim.offer_id))
+                gone = "the claim ended before it was made"
+                peer.send(messages.Stopped(claim.claim_id, claim.offer_id, gone))
                 return
             claim.peer = peer
             self._do(self._claims.connected(claim.claim_id, peer))
@@ -461,6 +489,10 @@ class HandOff:
             )
         except KVFerryError as error:
             return error
+        except Exception as failure:
+            # A claim has no other end than the one that its read reports.
+            log.exception("the read of a claim did not start; this is a bug")
+            return AbortedError(f"internal error: {type(failure).__name__}: {failure}")
         claim.transfer = transfer
         if claim.stop:
             transfer.cancel()

@@ -90,6 +90,13 @@ class KVConnector(Protocol):
         """
         ...
 
+    def decline(self, params: dict[str, Any]) -> None:
+        """Decode's side: nobody will claim what these ``kv_transfer_params`` offer; tell prefill.
+
+        Does not block. Raises what ``claim`` raises; the offer then ends by its own time.
+        """
+        ...
+
     def close(self) -> None:
         """End every offer and claim, telling each ``on_end``, and give everything back."""
         ...
@@ -113,6 +120,9 @@ class NullConnector:
         on_end: Callable[[ClaimResult], None],
     ) -> ClaimHandle:
         raise _no_connector("do_remote_prefill")
+
+    def decline(self, params: dict[str, Any]) -> None:
+        return None
 
     def close(self) -> None:
         return None

@@ -88,6 +88,10 @@ class KVFerryConnector:
 
         return self._ferry.claim(params, sequence.prompt_blocks, len(sequence.prompt), on_end=ended)
 
+    def decline(self, params: dict[str, Any]) -> None:
+        """See KVConnector. Prefill has its blocks back at once, and not when the offer expires."""
+        self._ferry.decline(params)
+
     def close(self) -> None:
         """See KVConnector. Peers are told, so that none of them waits for a lease to run out."""
         self._engine.close()

@@ -339,12 +339,23 @@ class Scheduler:
                 self._waiting.remove(sequence)
             except ValueError:
                 pass
+            if sequence.is_remote_prefill:
+                self._decline(sequence)
         if sequence.ticket is None:
             self._ledger.release(sequence)
         elif sequence.state is State.RUNNING:
             self._ledger.enter(sequence, State.OFFERED)
         elif sequence.state is State.LOADING:
             self._cancel(sequence)
+
+    def _decline(self, sequence: Sequence) -> None:
+        """It ends before its claim began: prefill need not keep its blocks any longer."""
+        try:
+            self._connector.decline(dict(sequence.transfer or {}))
+        except KVFerryError as error:
+            log.info("the offer for %s was not declined: %s", sequence.id, error)
+        except Exception:
+            log.exception("the connector failed to decline the offer for %s", sequence.id)
 
     def _cancel(self, sequence: Sequence) -> None:
         self._ledger.enter(sequence, State.STOPPING)

@@ -110,6 +110,7 @@ class ManualConnector:
         self.offers: dict[Sequence, Callable[[str], None]] = {}
         self.claims: dict[Sequence, Callable[[ClaimResult], None]] = {}
         self.withdrawn: list[Sequence] = []
+        self.declined: list[dict[str, Any]] = []
         self.cancelled: list[Sequence] = []
         self.error: Exception | None = None
         self.is_closed = False
@@ -132,6 +133,11 @@ class ManualConnector:
             raise self.error
         self.claims[sequence] = on_end
         return Handle(self, sequence)
+
+    def decline(self, params: dict[str, Any]) -> None:
+        if self.error:
+            raise self.error
+        self.declined.append(params)
 
     def close(self) -> None:
         self.is_closed = True
@@ -188,6 +194,10 @@ class CopyConnector:
         offer_ended("delivered")
         on_end(ClaimResult(first_token=first_token, nbytes=1, seconds=0.001, path="copy"))
         return Handle(ManualConnector(), sequence)
+
+    def decline(self, params: dict[str, Any]) -> None:
+        _, _, _, offer_ended = self._offers.pop(params["number"])
+        offer_ended("released")
 
     def close(self) -> None:
         return None

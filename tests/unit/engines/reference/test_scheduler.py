@@ -422,6 +422,22 @@ def test_abort_in_every_state_frees_everything_once(state, success):
     rig.assert_clean()
 
 
+@pytest.mark.parametrize("connector_fails", [False, True])
+def test_who_leaves_the_queue_before_its_claim_declines_the_offer(connector_fails):
+    rig = Rig(blocks=8, running_max=1)
+    rig.add(PROMPT, max_tokens=4)
+    rig.turn()
+    waiting = rig.add(PROMPT, transfer=PREFILL_ELSEWHERE)
+    rig.turn()
+    assert waiting.state is State.WAITING
+    rig.connector.error = RuntimeError("broken") if connector_fails else None
+    rig.scheduler.abort(waiting)
+    assert waiting.state is State.FINISHED
+    assert rig.connector.declined == ([] if connector_fails else [PREFILL_ELSEWHERE])
+    rig.run()
+    rig.assert_clean()
+
+
 def test_every_state_but_the_last_has_a_deadline():
     assert set(LIMITS) == set(LIVE)
     for name in LIMITS.values():
