@@ -341,6 +341,7 @@ class _Claim:
     session: Session = None
     renew_s: float = 0.0
     renew_at: float = float("inf")
+    session_lost: bool = False
     failure: KVFerryError | None = None
     granted: Granted | None = field(default=None, repr=False)
 
@@ -403,7 +404,7 @@ class Claims:
     def read_ended(self, claim_id: bytes, error: KVFerryError | None) -> list[Action]:
         """The claim's reading has stopped: every byte is there, or ``error`` says why not."""
         claim = self._claims.get(claim_id)
-        if claim is None:
+        if claim is None or claim.state not in (ClaimState.READING, ClaimState.STOPPING):
             return []
         if claim.state is ClaimState.READING and error is None:
             self._step(claim, "read_done")
@@ -422,6 +423,8 @@ class Claims:
         actions: list[Action] = []
         for claim in list(self._claims.values()):
             if claim.session == session:
+                claim.session_lost = True
+                claim.renew_at = float("inf")
                 lost = PeerLostError(error.message, peer=error.peer, fix=error.fix)
                 actions += self._stop(claim.claim_id, lost)
         return actions
@@ -439,7 +442,8 @@ class Claims:
                         fix="raise the claim's deadline if the path is only slow",
                     ),
                 )
-            elif now >= claim.renew_at:
+            # One that is stopping still reads, so its lease must go on.
+            if claim.claim_id in self._claims and now >= claim.renew_at:
                 claim.renew_at = now + claim.renew_s
                 renew.setdefault(claim.session, []).append(claim.offer_id)
         for session, ids in renew.items():
@@ -448,10 +452,7 @@ class Claims:
 
     def due(self) -> float:
         """When :meth:`tick` may have something to do."""
-        return min(
-            (min(claim.deadline, claim.renew_at) for claim in self._claims.values()),
-            default=float("inf"),
-        )
+        return min((_due(claim) for claim in self._claims.values()), default=float("inf"))
 
     def _mine(self, session: Session, claim_id: bytes) -> _Claim | None:
         claim = self._claims.get(claim_id)
@@ -483,12 +484,16 @@ class Claims:
         actions: list[Action] = []
         if claim.state is ClaimState.FAILED:
             assert claim.failure is not None
-            lost = isinstance(claim.failure, PeerLostError)
-            if claim.session is not None and not lost:
+            if claim.session is not None and not claim.session_lost:
                 reason = clip(claim.failure.message)
                 actions.append(Send(claim.session, Stopped(claim.claim_id, claim.offer_id, reason)))
         actions.append(ClaimEnded(claim.claim_id, claim.state, claim.failure))
         return actions
+
+
+def _due(claim: _Claim) -> float:
+    """When a claim needs a tick. Its deadline says nothing any more once it is stopping."""
+    return claim.renew_at if claim.failure else min(claim.deadline, claim.renew_at)
 
 
 def _parts(ids: list[bytes], size: int) -> Iterable[list[bytes]]:
