@@ -86,7 +86,7 @@ class EngineLoop:
         """
         self._refuse(ClosedError("the engine is shutting down and takes no more requests"))
         idle = asyncio.Event()
-        self._scheduler.inbox.post(partial(self._idle.append, idle.set))
+        self._scheduler.inbox.post(partial(self._call_when_idle, idle.set))
         try:
             await asyncio.wait_for(idle.wait(), timeout_s)
         except TimeoutError:
@@ -133,6 +133,9 @@ class EngineLoop:
         self._scheduler.add(sequences)
         if self.failure is not None:
             self._scheduler.fail_all(self.failure)
+
+    def _call_when_idle(self, call: Event) -> None:
+        self._idle.append(call)
 
     def _end(self, error: KVFerryError) -> None:
         self._is_closing = True

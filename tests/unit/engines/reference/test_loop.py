@@ -284,6 +284,26 @@ def test_drain_waits_for_running_ones_and_for_offers():
     live(body)
 
 
+def test_a_drain_that_is_asked_for_while_another_one_ends_is_answered_too():
+    async def body(life):
+        hold, gate, started = threading.Event(), threading.Event(), threading.Event()
+        life.rig.model.before = lambda: (started.set(), gate.wait(LIMIT_S))
+        life.rig.scheduler.inbox.post(lambda: hold.wait(LIMIT_S))
+        life.submit([1], 1)
+        first = asyncio.create_task(life.engine.drain(LIMIT_S))
+        await asyncio.sleep(0)
+        hold.set()
+        # The last step is running with the first drain taken in; now the second one arrives.
+        await asyncio.to_thread(started.wait, LIMIT_S)
+        second = asyncio.create_task(life.engine.drain(0.5))
+        await asyncio.sleep(0)
+        gate.set()
+        assert await first
+        assert await second
+
+    live(body)
+
+
 def test_drain_of_an_idle_engine_ends_at_once():
     async def body(life):
         assert await life.engine.drain(LIMIT_S)
