@@ -39,7 +39,7 @@ class Address:
         """From text; ``host:port`` alone means TCP. Raises ConfigError saying what is expected."""
         if text.startswith("unix:"):
             path = text.removeprefix("unix:").removeprefix("//")
-            if not path.startswith("/"):
+            if not path.startswith("/") or "\0" in path:
                 raise ConfigError(f"address {text!r}: a Unix socket needs an absolute path")
             return cls("unix", path)
         host, port = split_host_port(text.removeprefix("tcp://"))
@@ -50,12 +50,15 @@ def split_host_port(text: str) -> tuple[str, int]:
     """``host:port``, with IPv6 hosts in brackets."""
     host, sep, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    if not sep or not port.isdigit() or int(port) > 65535 or (":" in host and not bracketed):
+    name = host[1:-1] if bracketed else host
+    # isdigit() alone is true for digits of other scripts, and for those that int() refuses.
+    numeric = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    if not sep or not numeric or set(name) & set("[]\0") or (":" in host and not bracketed):
         raise ConfigError(
             f"address {text!r} is not host:port",
             fix="write tcp://10.0.0.5:7600, tcp://[fd00::5]:7600 or unix:/run/kvferry/x.sock",
         )
-    return host.strip("[]") or "127.0.0.1", int(port)
+    return name or "127.0.0.1", int(port)
 
 
 def is_loopback(host: str) -> bool:
@@ -73,14 +76,16 @@ def resolve(host: str, port: int, timeout_s: float) -> list[tuple[int, tuple[obj
     behind when it takes too long. Blocks up to ``timeout_s``. Raises UnreachableError.
     """
     found: list[tuple[int, tuple[object, ...]]] = []
-    failure: list[OSError] = []
+    failure: list[str] = []
 
     def look_up() -> None:
         try:
             for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
                 found.append((int(family), where))
         except OSError as error:
-            failure.append(error)
+            failure.append(error.strerror or str(error))
+        except ValueError as error:
+            failure.append(str(error))  # A name that cannot be one, such as "a..b".
 
     try:
         ipaddress.ip_address(host.split("%")[0])
@@ -96,7 +101,7 @@ def resolve(host: str, port: int, timeout_s: float) -> list[tuple[int, tuple[obj
                 fix="use a numeric address or mend name service",
             ) from None
     if not found:
-        why = failure[0].strerror if failure else "no address"
+        why = failure[0] if failure else "no address"
         raise UnreachableError(
             f"the name {host!r} cannot be resolved: {why}",
             stage="connect",
@@ -115,11 +120,22 @@ def advertised_host(listen_host: str, advertise: str, timeout_s: float) -> str:
     wildcard = wanted in ("0.0.0.0", "::")
     name = socket.gethostname() if wildcard else wanted
     try:
-        numeric = str(resolve(name, 0, timeout_s)[0][1][0])
+        found = resolve(name, 0, timeout_s)
     except UnreachableError as error:
         raise ConfigError(
             f"advertise: {error.message}", fix="set advertise to the address of one interface"
         ) from error
+    hosts = [
+        str(where[0])
+        for family, where in found
+        if listen_host != "0.0.0.0" or not wildcard or family == socket.AF_INET
+    ]
+    numeric = next((host for host in hosts if not is_loopback(host)), hosts[0] if hosts else "")
+    if not numeric:
+        raise ConfigError(
+            f"the name {name!r} has no IPv4 address, and 0.0.0.0 listens on IPv4 only",
+            fix="set advertise to the address of one interface, or listen on [::]",
+        )
     if is_loopback(numeric) and not is_loopback(listen_host):
         raise ConfigError(
             f"the name {name!r} resolves to {numeric}, which no other machine can reach",
@@ -155,21 +171,28 @@ def listen_unix(directory: str, stem: str) -> tuple[socket.socket, str]:
 
     Sockets that dead engines left in the directory are removed; those of live ones never are.
     """
+    # Peers are told the path, and their working directory is another one.
+    directory = "/" + os.path.abspath(directory).lstrip("/")
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
+        sweep(directory)
     except OSError as error:
         raise ConfigError(f"directory={directory!r}: {error.strerror}") from error
-    sweep(directory)
     path = os.path.join(directory, f"{stem}.sock")
     if len(path.encode()) > 107:
         raise ConfigError(
             f"directory={directory!r} is too long: a Unix socket's path has at most 107 bytes"
         )
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    unready = os.path.join(directory, f".{stem}")
     try:
-        sock.bind(path)
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        # It gets its name only when it listens: until then a sweep would take it for a dead one.
+        sock.bind(unready)
         sock.listen(512)
         sock.setblocking(False)
+        os.rename(unready, path)
     except OSError as error:
         sock.close()
         raise ConfigError(f"directory={directory!r}: {error.strerror}") from error
@@ -218,8 +241,11 @@ def start_connect(address: Address, timeout_s: float) -> socket.socket:
         if address.scheme == "tcp":
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.connect(where)  # type: ignore[arg-type]
-    except BlockingIOError:
-        pass
+    except BlockingIOError as error:
+        # TCP goes on by itself; a Unix socket says that the queue is full, and has done nothing.
+        if address.scheme == "unix":
+            sock.close()
+            raise unreachable(address, error) from error
     except OSError as error:
         sock.close()
         raise unreachable(address, error) from error

@@ -226,6 +226,9 @@ class World:
         assert action.state in (OfferState.DELIVERED, OfferState.RELEASED)
         assert (action.code == "delivered") == (action.state is OfferState.DELIVERED)
         assert action.message
+        if action.code not in ("expired", "peer_lost"):
+            reading = [r for r in self.readings.values() if r.offer_id == action.offer_id]
+            assert not reading, "an offer ended while its blocks were read, and nothing forced it"
         self.offer_ends[action.offer_id] = action.code
         self.blocks[action.offer_id] = GARBAGE
 

@@ -163,6 +163,19 @@ class LossyHandoffs(Handoffs):
         else:
             self.world.deliver(wire, to_prefill=to_prefill, index=index, keep=keep and lose < 4)
 
+    @precondition(lambda self: self.world.readings)
+    @rule(seconds=st.sampled_from([LEASE_S / 2, LEASE_S, LEASE_S * 2]), ticks=st.booleans())
+    def stall(self, seconds: float, ticks: bool) -> None:
+        """Decode neither renews nor hears of anything until its readings are done."""
+        self.world.now += seconds
+        if ticks:
+            self.world.tick_prefill()
+        for wire in self.world.wires:
+            wire.to_decode.clear()
+        for claim_id in list(self.world.readings):
+            self.world.end_read(claim_id, None)
+        self.world.deliver_all()
+
 
 class OrderedHandoffs(Handoffs):
     """Wires as sessions really are: in order, nothing lost before a cut, any delay."""
