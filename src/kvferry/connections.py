@@ -132,7 +132,9 @@ class Connections:
     def _objection(self, sock: socket.socket) -> KVFerryError | None:
         """Why a new connection is refused before its hello."""
         if len(self._strangers) >= STRANGERS_MAX:
-            return BusyError(f"{STRANGERS_MAX} connections are still saying hello")
+            return BusyError(
+                f"{STRANGERS_MAX} connections are still saying hello", fix="try again in a moment"
+            )
         uid = sockets.peer_uid(sock)
         if uid is not None and uid not in (0, os.getuid()) and os.getuid() != 0:
             return ProtocolError(
@@ -232,10 +234,14 @@ class Connections:
     def _full(self, incarnation: bytes) -> KVFerryError | None:
         """Why no further session is accepted. Lanes do not count: they belong to sessions."""
         if len(self._peers.get(incarnation, [])) >= SESSIONS_PER_PEER_MAX:
-            return BusyError(f"this peer holds {SESSIONS_PER_PEER_MAX} sessions already")
+            return BusyError(
+                f"this peer holds {SESSIONS_PER_PEER_MAX} sessions already",
+                fix="connect once and share the peer between threads",
+            )
         if incarnation not in self._peers and len(self._peers) >= self._engine.config.peers_max:
             return BusyError(
-                f"{len(self._peers)} peers are connected; raise peers_max there, or add engines"
+                f"{len(self._peers)} peers are connected",
+                fix="raise peers_max there, or add engines",
             )
         return None
 
@@ -459,7 +465,7 @@ class Connections:
         try:
             registration = self._engine.registry.find(message.region_id, message.token)
         except StaleRegionError as error:
-            peer.send(Failure(message.request_id, error.code, messages.clip(str(error))))
+            peer.send(Failure(message.request_id, error.code, messages.explain(error)))
             return
         region = registration.region
         unix = peer.sock.family == socket.AF_UNIX

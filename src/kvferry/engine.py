@@ -540,6 +540,9 @@ class Engine:
                 self._paths.measured(*key, op.nbytes / moving_s)
         else:
             self._counts["failed"] += 1
+            error.located(
+                peer=op.peer.name, path=transfer.path, stage="move", bytes_done=bytes_done
+            )
         self.later(lambda: transfer._finish(bytes_done, error, seconds))
 
     # -- aborts and time ----------------------------------------------------------------------

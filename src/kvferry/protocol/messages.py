@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvferry.errors import ProtocolError
+from kvferry.errors import KVFerryError, ProtocolError
 
 Id = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Short = Annotated[str, msgspec.Meta(max_length=256)]
@@ -254,6 +254,11 @@ def unpack(payload: bytes) -> Any:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from error
+
+
+def explain(error: KVFerryError) -> str:
+    """What failed and what to do, for a message that tells a peer of an error."""
+    return clip(f"{error.message}; {error.fix}" if error.fix else error.message)
 
 
 def clip(text: str) -> str:

@@ -104,7 +104,7 @@ class Session:
                 self._take(message, frame.descriptors, events, now)
         except KVFerryError as error:
             if self.state is State.HELLO and not self._caller:
-                self._queue(Reject(error.code, messages.clip(error.message)))
+                self._queue(Reject(error.code, messages.explain(error)))
             events.append(self._close(error))
         return events
 
@@ -178,7 +178,7 @@ class Session:
         """Refuse the peer, saying why. Nothing happens to a session that is over."""
         if self.state is State.CLOSED:
             return []
-        self._queue(Reject(error.code, messages.clip(error.message)))
+        self._queue(Reject(error.code, messages.explain(error)))
         return [self._close(error)]
 
     def data_to_send(self) -> list[tuple[bytes, tuple[int, ...]]]:

@@ -594,7 +594,7 @@ class _Server:
             # After Ready the stream carries bytes: a message would be taken for some of them.
             if agreed or isinstance(error, (ProtocolError, PeerLostError)):
                 raise
-            text = messages.clip(f"{error.message}; {error.fix}" if error.fix else error.message)
+            text = messages.explain(error)
             self.channel.send_message(Failure(head.transfer_id, error.code, text), watch)
             return
         if head.write:
