@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -10,6 +11,8 @@ from typing import Any
 from kvferry.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "KVFERRY_"
+SECONDS_MAX = 1e6
+"""Longest time that can be set, because it is the longest that a message may carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,10 @@ class EngineConfig:
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 zero_is_fine = field.name == "copy_threads"
-                if value < 0 or (value == 0 and not zero_is_fine):
+                if not math.isfinite(value) or value < 0 or (value == 0 and not zero_is_fine):
                     raise ConfigError(f"{field.name}={value!r}: must be greater than 0")
+                if field.name.endswith("_s") and value > SECONDS_MAX:
+                    raise ConfigError(f"{field.name}={value!r}: at most {SECONDS_MAX:g} s")
         if self.lost_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"lost_s={self.lost_s:g} with heartbeat_s={self.heartbeat_s:g}: one lost "

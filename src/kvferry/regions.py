@@ -25,6 +25,8 @@ READ_WRITE = "read-write"
 SPANS_MAX = 1 << 20
 """Most spans in one transfer; 16 MiB of arrays. More is a sign of a wrong block size."""
 
+_INT64_MAX = (1 << 63) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -67,19 +69,28 @@ class Spans:
     def of(cls, offsets: Any, lengths: Any) -> Spans:
         """Spans from anything numpy accepts; one number as ``lengths`` serves all offsets.
 
-        Raises UsageError when shapes differ, a value is negative, or there are too many spans.
+        Raises UsageError when shapes differ, a value is negative or no int64, there are too many
+        spans, or their total is over 2**63 - 1 bytes.
         """
-        off = np.ascontiguousarray(offsets, dtype=np.int64).reshape(-1)
-        if np.ndim(lengths) == 0:
-            size = np.full(off.shape, int(lengths), dtype=np.int64)
-        else:
-            size = np.ascontiguousarray(lengths, dtype=np.int64).reshape(-1)
+        try:
+            off = np.ascontiguousarray(offsets, dtype=np.int64).reshape(-1)
+            if np.ndim(lengths) == 0:
+                size = np.full(off.shape, int(lengths), dtype=np.int64)
+            else:
+                size = np.ascontiguousarray(lengths, dtype=np.int64).reshape(-1)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise UsageError(f"offsets and lengths must be int64 numbers: {error}") from error
         if off.shape != size.shape:
             raise UsageError(f"{off.size} offsets but {size.size} lengths")
         if off.size > SPANS_MAX:
             raise UsageError(f"{off.size} spans in one transfer; at most {SPANS_MAX} are allowed")
         if off.size and (int(off.min()) < 0 or int(size.min()) < 0):
             raise UsageError("offsets and lengths must not be negative")
+        # A total that wraps around could equal the other side's. The first test is the cheap one.
+        if off.size and int(size.max()) > _INT64_MAX // off.size:
+            total = sum(size.tolist())
+            if total > _INT64_MAX:
+                raise UsageError(f"the spans cover {total} bytes in all, more than an int64 holds")
         return cls(off, size)
 
     @classmethod
