@@ -286,9 +286,10 @@ def test_drain_waits_for_running_ones_and_for_offers():
 
 def test_a_drain_that_is_asked_for_while_another_one_ends_is_answered_too():
     async def body(life):
-        hold, gate, started, later = (threading.Event() for _ in range(4))
+        held, hold, gate, started, later = (threading.Event() for _ in range(5))
         life.rig.model.before = lambda: (started.set(), gate.wait(LIMIT_S))
-        life.rig.scheduler.inbox.post(lambda: hold.wait(LIMIT_S))
+        life.rig.scheduler.inbox.post(lambda: (held.set(), hold.wait(LIMIT_S)))
+        await asyncio.to_thread(held.wait, LIMIT_S)
         life.submit([1], 1)
         first = asyncio.create_task(life.engine.drain(LIMIT_S))
         await asyncio.sleep(0)
@@ -297,7 +298,7 @@ def test_a_drain_that_is_asked_for_while_another_one_ends_is_answered_too():
         # is taken in after the first one was answered.
         await asyncio.to_thread(started.wait, LIMIT_S)
         life.rig.scheduler.inbox.post(lambda: later.wait(LIMIT_S))
-        second = asyncio.create_task(life.engine.drain(0.5))
+        second = asyncio.create_task(life.engine.drain(LIMIT_S))
         await asyncio.sleep(0)
         gate.set()
         assert await first
