@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import urllib.request
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,9 @@ from typing import Any
 from kvferry.launcher import Fleet
 
 POLL_S = 0.1
+OFFER_ENV = {"KVFERRY_OFFER_S": "10"}
+"""A client that leaves between the two legs, or a decode that dies before its claim, leaves an
+offer that nobody will claim. It ends by its own time, which tests cannot wait for by default."""
 QUIET_S = 3.6
 """Longer than the router keeps an idle connection to a worker."""
 
@@ -141,3 +144,20 @@ def assert_clean(fleet: Fleet, before: dict[str, Held], limit_s: float = 20.0) -
 
     took_s += wait_until(leaks, limit_s, "more is held than before")
     return f"idle and back to the baseline after {took_s:.1f} s: {holdings(fleet)}"
+
+
+class Log:
+    """The last lines that a fleet's processes wrote; printed when the block ends in an error."""
+
+    def __init__(self, lines_max: int = 200) -> None:
+        self._lines: deque[str] = deque(maxlen=lines_max)
+
+    def __call__(self, name: str, line: str) -> None:
+        self._lines.append(f"[{name}] {line}")
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            print("\n".join(self._lines))
