@@ -199,8 +199,14 @@ def _expect(
     speed = rate.bytes_per_s if rate else can.bytes_per_s * scale
     seconds = can.latency_s + spans * can.span_s + nbytes / speed
     if rate:
-        return seconds, f"{speed / 1e9:.2g} GB/s measured in use, {_time(seconds)} for this size"
-    return seconds, f"{speed / 1e9:.2g} GB/s expected, {_time(seconds)} for this size"
+        return seconds, f"{_rate(speed)} measured in use, {_time(seconds)} for this size"
+    return seconds, f"{_rate(speed)} expected, {_time(seconds)} for this size"
+
+
+def _rate(bytes_per_s: float) -> str:
+    """Two digits, and never an exponent where people would write the number."""
+    gigabytes = bytes_per_s / 1e9
+    return f"{gigabytes:.0f} GB/s" if gigabytes >= 10 else f"{gigabytes:.2g} GB/s"
 
 
 def _time(seconds: float) -> str:
