@@ -241,7 +241,9 @@ class HandoffError(KVFerryError):
 
 
 class RefusedError(HandoffError):
-    """The offering side refused. ``code`` is one of the refusal codes of protocol.handoff."""
+    """The hand-off was refused. ``code`` is one of the refusal codes of protocol.handoff, or
+    ``"geometry"`` when the two KV pools do not fit and the claim was not even sent.
+    """
 
     def __init__(self, message: str, *, code: str, **where: Any) -> None:
         super().__init__(message, **where)

@@ -9,8 +9,9 @@ Decode, with those parameters and blocks of its own::
 
     claim = ferry.claim(params, blocks, n_tokens, on_end=start_decoding_or_recompute)
 
-Neither call blocks. Each ``on_end`` is called exactly once, from a thread of kvferry, and from
-then on nothing touches the blocks. The states and their rules are in ``protocol.handoff``; this
+Neither call blocks. Each ``on_end`` is called exactly once, from any thread, also inside ``claim``,
+``cancel`` and ``close``: hold no lock around those that ``on_end`` takes. From then on nothing
+touches the blocks. The states and their rules are in ``protocol.handoff``; this
 file connects them with sessions and transfers.
 """
 
@@ -433,6 +434,7 @@ class HandOff:
         try:
             payload, mine, theirs = self._read_plan(claim, action.granted)
         except KVFerryError as error:
+            error.fix = error.fix or "run the same kvferry release on both sides"
             self._read_ended(claim, error)
             return
         claim.extra = payload.extra

@@ -293,7 +293,7 @@ def address_of(buffer: Any, *, writable: bool = False) -> tuple[int, int]:
 
 
 _DEVICE_MEMORY = (
-    "{kind} lies on {where}, not in host memory; install kvferry[cuda] and register it as 'cuda'"
+    "{kind} lies on {where}, not in host memory; this release moves host memory only: copy it first"
 )
 
 
