@@ -1,0 +1,71 @@
+import threading
+
+import pytest
+
+from kvferry.errors import BusyError, ClosedError
+from kvferry.sockets import Address
+from kvferry.testing.conformance import wait_until
+
+
+def test_sessions_of_one_peer_are_bounded(make_engine, monkeypatch):
+    monkeypatch.setattr("kvferry.connections.SESSIONS_PER_PEER_MAX", 0)
+    near, far = make_engine("near"), make_engine("far")
+    with pytest.raises(BusyError, match="sessions already; connect once"):
+        near.connect(far.addresses[0])
+
+
+def test_dials_to_one_incarnation_are_shared_and_last_as_long_as_the_longest(make_engine):
+    near, far = make_engine("near"), make_engine("far")
+    found, came = [], threading.Semaphore(0)
+
+    def reply(peer, error):
+        found.append((peer, error))
+        came.release()
+
+    address = [Address.parse(text) for text in far.addresses]
+    now = near.clock.now()
+    with near.locked():
+        for after in (1.0, 60.0):
+            near.connect_nowait(address, far.incarnation, reply, now + after)
+        (dial,) = near.connections._dialling
+        assert dial.deadline == now + 60.0
+    assert came.acquire(timeout=5.0)
+    assert came.acquire(timeout=5.0)
+    assert found[0] == found[1]
+    assert found[0][0].incarnation == far.incarnation
+    near.connect_nowait(address, far.incarnation, reply, now)
+    assert came.acquire(timeout=5.0)
+    assert found[2] == found[0]
+
+
+def test_dialling_ends_when_the_engine_closes(make_engine):
+    near, far = make_engine("near"), make_engine("far")
+    said = []
+    with far.locked():
+        with near.locked():
+            near.connect_nowait(
+                [Address.parse(far.addresses[0])],
+                far.incarnation,
+                lambda *answer: said.append(answer),
+                near.clock.now() + 60,
+            )
+        near.close()
+    assert len(said) == 1
+    assert said[0][0] is None
+    assert "closed" in str(said[0][1])
+    with pytest.raises(ClosedError):
+        near.connect_nowait([], b"", lambda *_: None, 0.0)
+
+
+def test_both_sides_may_dial(make_engine):
+    near, far = make_engine("near"), make_engine("far")
+    there, back = near.connect(far.addresses[0]), far.connect(near.addresses[0])
+    assert there.incarnation == far.incarnation
+    assert back.incarnation == near.incarnation
+    assert near.connections.find(far.incarnation) is there
+    wait_until(lambda: near.connections.count() == 2, "a session is missing")
+    near.connections.drop(there, "for this test")
+    # The other session is not ours to ask over, but the peer is not lost.
+    assert near.connections.has(far.incarnation)
+    again = near.connect(far.addresses[0])
+    assert again is not there
