@@ -8,7 +8,6 @@ says so.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -17,7 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvferry import __version__, sockets
+from kvferry import __version__, lanes, sockets
+from kvferry.dials import Dial
 from kvferry.errors import (
     BusyError,
     ClosedError,
@@ -29,13 +29,12 @@ from kvferry.errors import (
     UnreachableError,
 )
 from kvferry.loop import READ
-from kvferry.peers import Dial, Peer
+from kvferry.peers import Peer
 from kvferry.protocol import framing, messages
 from kvferry.protocol.messages import Describe, Description, Failure, Hello, RegionGone, Reject
 from kvferry.protocol.session import Closed, Session, Timing
 from kvferry.sockets import Address
 from kvferry.transports.base import PeerView, RemoteRegion, Transport
-from kvferry.transports.stream import set_timeouts
 
 if TYPE_CHECKING:
     from kvferry.engine import Engine
@@ -270,7 +269,7 @@ class Connections:
 
     def _serve_lane(self, transport: Transport, sock: socket.socket, fd: int, hello: Hello) -> None:
         try:
-            set_timeouts(sock)
+            lanes.set_timeouts(sock)
             transport.accept(sock, fd, hello)
         except (KVFerryError, OSError, ValueError, RuntimeError) as error:
             log.warning("a %s lane of %s was not opened: %s", transport.name, hello.name, error)
@@ -367,37 +366,10 @@ class Connections:
         check: Callable[[], None],
     ) -> socket.socket:
         """See transports.base.Services.open_lane. Blocks; without the lock."""
-        clock = self._engine.clock
-        where = Address.parse(address)
-        sock = sockets.start_connect(where, max(deadline - clock.now(), 0.1))
-        try:
-            set_timeouts(sock)
-            while True:
-                number = sock.connect_ex(where.host if where.scheme == "unix" else _inet(where))
-                # The connect began without blocking: EISCONN says that it is done.
-                if number in (0, errno.EISCONN):
-                    break
-                if number not in (errno.EAGAIN, errno.EINPROGRESS, errno.EALREADY):
-                    raise sockets.unreachable(where, OSError(number, os.strerror(number)))
-                check()
-                if clock.now() >= deadline:
-                    raise UnreachableError(
-                        f"no connection to {where} in time",
-                        stage="connect",
-                        fix="packets are dropped, or the peer's process is frozen",
-                    )
-            greeting = self.hello(key=peer.key, expected=peer.incarnation, **hello)
-            frame = framing.encode(messages.pack(greeting), descriptors=1 if fd >= 0 else 0)
-            if sockets.send(sock, frame, (fd,) if fd >= 0 else ()) != len(frame):
-                raise PeerLostError("the peer did not take the hello of a lane", stage="connect")
-            _await_hello(sock, check, clock.now, deadline)
-        except OSError as error:
-            sock.close()
-            raise sockets.unreachable(where, error) from error
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+        greeting = self.hello(key=peer.key, expected=peer.incarnation, **hello)
+        return lanes.connect(
+            Address.parse(address), greeting, fd, self._engine.clock.now, deadline, check
+        )
 
     # -- who is who -------------------------------------------------------------------------
 
@@ -559,46 +531,6 @@ class Connections:
             if self._spare >= 0:
                 os.close(self._spare)
                 self._spare = -1
-
-
-def _await_hello(
-    sock: socket.socket, check: Callable[[], None], now: Callable[[], float], deadline: float
-) -> None:
-    """Read exactly the callee's hello on a new lane; what follows belongs to the transport."""
-    data = bytearray()
-    wanted = framing.HEADER.size
-    header_done = False
-    while len(data) < wanted:
-        try:
-            got = sock.recv(wanted - len(data))
-        except BlockingIOError:
-            check()
-            if now() >= deadline:
-                raise UnreachableError(
-                    "no hello on a new lane in time",
-                    stage="connect",
-                    fix="the peer's process is frozen or overloaded",
-                ) from None
-            continue
-        if not got:
-            raise PeerLostError("the peer closed a new lane", stage="connect")
-        data += got
-        if len(data) == framing.HEADER.size and not header_done:
-            header_done = True
-            wanted += framing.check_header(data, framing.HELLO_BYTES_MAX)[0]
-    message = messages.unpack(bytes(data[framing.HEADER.size :]))
-    if isinstance(message, Reject):
-        raise UnreachableError(
-            f"the peer refused a lane: {message.message}",
-            stage="connect",
-            fix="look at the peer's log",
-        )
-    if not isinstance(message, Hello):
-        raise ProtocolError("expected a hello on a new lane")
-
-
-def _inet(address: Address) -> tuple[str, int]:
-    return (address.host, address.port)
 
 
 def _where(sock: socket.socket) -> str:

@@ -11,9 +11,8 @@ import heapq
 import itertools
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -22,6 +21,7 @@ from kvferry import transports
 from kvferry.clock import Clock, SystemClock
 from kvferry.config import EngineConfig
 from kvferry.connections import Connections
+from kvferry.deferring import DeferringLock
 from kvferry.errors import (
     AbortedError,
     BusyError,
@@ -95,9 +95,7 @@ class Engine:
         self.on_notify: Callable[[Peer, bytes], None] | None = None
         self.handoff: Any = None
         self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._after: list[Callable[[], None]] = []
+        self._lock = DeferringLock()
         self._closed = False
         self._running: dict[int, _Running] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -170,7 +168,7 @@ class Engine:
                 "an engine cannot be closed by one of its own callbacks",
                 fix="set an event in the callback and close the engine in the thread that made it",
             )
-        with self._lock:
+        with self.locked():
             if self._closed:
                 return
             self._closed = True
@@ -234,7 +232,7 @@ class Engine:
         self._tell_peers_gone(region_id)
 
         def running() -> bool:
-            with self._lock:
+            with self.locked():
                 return any(r.op.local.region_id == region_id for r in self._running.values())
 
         self._registry.remove(registration, running)
@@ -587,28 +585,13 @@ class Engine:
 
     # -- the lock ---------------------------------------------------------------------------
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Hold the engine's lock; what was put off by :meth:`later` runs when it is free again."""
-        todo: list[Callable[[], None]] = []
-        self._lock.acquire()
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                todo, self._after = self._after, todo
-            self._lock.release()
-        for action in todo:
-            try:
-                action()
-            except Exception:
-                log.exception("a callback failed")
+        return self._lock.held()
 
     def later(self, action: Callable[[], None]) -> None:
         """Run ``action`` after the lock is free. Only while it is held."""
-        self._after.append(action)
+        self._lock.later(action)
 
     # -- what connections call, under the lock -------------------------------------------------
 

@@ -87,7 +87,7 @@ def test_a_peer_that_is_killed_midway(make_engine, child_directory, transport, w
         began = time.monotonic()
         for transfer in transfers:
             error = failure(transfer.wait, 2.0)
-            assert error is None or isinstance(error, (PeerLostError, AbortedError)), error
+            assert error is None or isinstance(error, (PeerLostError, UnreachableError)), error
             assert error is None or (error.peer == "child" and error.path)
         assert time.monotonic() - began < 2.0
         assert transfers[-1].error is not None, "it was not killed midway"

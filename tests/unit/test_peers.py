@@ -3,8 +3,9 @@ import socket
 
 import pytest
 
+from kvferry.dials import _most_telling
 from kvferry.errors import BusyError, DeadlineError, UnreachableError
-from kvferry.peers import _most_telling, _Outgoing
+from kvferry.peers import _Outgoing
 from kvferry.protocol.messages import Ping
 from kvferry.testing import FakeClock
 from kvferry.testing.conformance import wait_until

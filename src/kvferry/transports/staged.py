@@ -23,7 +23,8 @@ from kvferry.memory.host import allocate_shared, map_shared
 from kvferry.protocol.messages import Hello
 from kvferry.regions import I64, U64, Region
 from kvferry.transports.base import Capabilities, Export, PeerView, Services
-from kvferry.transports.stream import Channel, StreamedTransport, Watch
+from kvferry.transports.channel import Channel, Watch
+from kvferry.transports.stream import StreamedTransport
 
 _BELL = struct.Struct("<IIQ")
 _FULL, _FREE = 1, 2

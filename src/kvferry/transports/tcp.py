@@ -19,7 +19,8 @@ from kvferry.protocol.messages import Hello
 from kvferry.regions import I64, U64, Region
 from kvferry.sockets import Address, is_loopback
 from kvferry.transports.base import Capabilities, Export, PeerView, RemoteRegion, Services
-from kvferry.transports.stream import Channel, StreamedTransport, Watch
+from kvferry.transports.channel import Channel, Watch
+from kvferry.transports.stream import StreamedTransport
 
 IOVECS_MAX = 1024
 """IOV_MAX of Linux."""

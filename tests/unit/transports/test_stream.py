@@ -8,8 +8,9 @@ import pytest
 from kvferry.errors import AbortedError, DeadlineError, PeerLostError, ProtocolError
 from kvferry.protocol.messages import Done, Ready
 from kvferry.testing import FakeClock
+from kvferry.transports.channel import Watch
+from kvferry.transports.pool import Whole, check_answer
 from kvferry.transports.staged import cut
-from kvferry.transports.stream import Watch, _Whole, check_answer
 from kvferry.transports.tcp import CALL_BYTES, TcpChannel, make_iovecs
 
 
@@ -38,7 +39,7 @@ def test_a_watch_says_why(services):
 def test_parts_end_as_one_and_do_not_mark_the_operation(services):
     services.complete = lambda *end: services.ended.append(end)
     op = operation([8 << 20] * 4)
-    whole = _Whole(op, services)
+    whole = Whole(op, services)
     parts = whole.cut(2)
     assert [(part.begin, part.end) for part in parts] == [(0, 2), (2, 4)]
     error = PeerLostError("broken")
@@ -53,8 +54,8 @@ def test_parts_end_as_one_and_do_not_mark_the_operation(services):
 
 
 def test_small_transfers_are_not_cut(services):
-    assert len(_Whole(operation([1 << 20] * 4), services).cut(4)) == 1
-    assert len(_Whole(operation([1 << 30]), services).cut(4)) == 1
+    assert len(Whole(operation([1 << 20] * 4), services).cut(4)) == 1
+    assert len(Whole(operation([1 << 30]), services).cut(4)) == 1
 
 
 def test_answers_are_checked():

@@ -1,0 +1,125 @@
+"""What streamed paths are made of: a byte channel over one socket, and the watch over a move."""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from kvferry.errors import AbortedError, DeadlineError, KVFerryError, PeerLostError
+from kvferry.lanes import set_timeouts
+from kvferry.protocol import framing, messages
+from kvferry.regions import I64, U64
+from kvferry.sockets import hang_up
+from kvferry.transports.base import Services
+
+CHECK_BYTES = 16 << 20
+"""Loops that make progress look at the clock after so many bytes."""
+
+
+class Stoppable(Protocol):
+    """What a watch looks at; ``stop`` says why the move should end."""
+
+    @property
+    def stop(self) -> KVFerryError | None: ...
+
+
+class Watch:
+    """What a blocking move looks at between system calls: may it go on?"""
+
+    def __init__(self, services: Services, deadline: float, op: Stoppable | None = None) -> None:
+        self._services = services
+        self._op = op
+        self.deadline = deadline
+        self.closing = False
+        self.bytes_done = 0
+        self._checked = 0
+
+    def check(self) -> None:
+        """Raise what should end the move: a stop, the closing of the lane, the deadline."""
+        stop = self._op.stop if self._op is not None else None
+        if stop is not None:
+            raise stop
+        if self.closing:
+            raise AbortedError("the lane is closing")
+        if self._services.clock.now() >= self.deadline:
+            raise DeadlineError(
+                "the deadline passed",
+                fix="raise the deadline if the path is only slow; else look at the peer's log",
+            )
+
+    def check_sometimes(self, done: int) -> None:
+        """A check for loops that make progress: every CHECK_BYTES bytes."""
+        if done - self._checked >= CHECK_BYTES:
+            self._checked = done
+            self.check()
+
+
+class Channel(ABC):
+    """A byte channel over one connected, blocking socket with timeouts of SLICE_S."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        set_timeouts(sock)
+
+    def send_message(self, message: messages.Message, watch: Watch) -> None:
+        """Send one message. Blocks; the watch bounds it."""
+        self._send_all(framing.encode(messages.pack(message), limit=framing.LANE_BYTES_MAX), watch)
+
+    def _send_all(self, data: bytes, watch: Watch) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                sent = self.sock.send(view, socket.MSG_NOSIGNAL)
+                view = view[sent:]
+            except BlockingIOError:
+                watch.check()
+
+    def receive_message(self, watch: Watch) -> object:
+        """The next message. Blocks; the watch bounds it."""
+        header = self._receive_exactly(framing.HEADER.size, watch)
+        nbytes, _ = framing.check_header(header, framing.LANE_BYTES_MAX)
+        return messages.unpack(bytes(self._receive_exactly(nbytes, watch)))
+
+    def is_fresh(self) -> bool:
+        """Whether an idle lane is still usable: nothing unexpected has arrived, no end was seen."""
+        try:
+            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def _receive_exactly(self, nbytes: int, watch: Watch) -> bytearray:
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            try:
+                got = self.sock.recv_into(view)
+            except BlockingIOError:
+                watch.check()
+                continue
+            if got == 0:
+                raise PeerLostError("the lane was closed by the peer")
+            view = view[got:]
+        return data
+
+    @abstractmethod
+    def send_spans(self, addresses: U64, lengths: I64, watch: Watch) -> None:
+        """Send the bytes at these addresses, in order. Blocks; counts ``watch.bytes_done``."""
+
+    @abstractmethod
+    def receive_spans(self, addresses: U64, lengths: I64, watch: Watch) -> None:
+        """Fill these addresses, in order. Blocks; counts ``watch.bytes_done``."""
+
+    def interrupt(self) -> None:
+        """Make whoever blocks on the channel return soon. Any thread."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Give the socket and whatever belongs to the channel back."""
+        hang_up(self.sock)
