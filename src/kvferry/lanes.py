@@ -48,10 +48,7 @@ def connect(
                     stage="connect",
                     fix="packets are dropped, or the peer's process is frozen",
                 )
-        frame = framing.encode(messages.pack(greeting), descriptors=1 if fd >= 0 else 0)
-        if sockets.send(sock, frame, (fd,) if fd >= 0 else ()) != len(frame):
-            raise PeerLostError("the peer did not take the hello of a lane", stage="connect")
-        _await_hello(sock, check, now, deadline)
+        _greet(sock, greeting, fd, now, deadline, check)
     except OSError as error:
         sock.close()
         raise sockets.unreachable(where, error) from error
@@ -59,6 +56,26 @@ def connect(
         sock.close()
         raise
     return sock
+
+
+def _greet(
+    sock: socket.socket,
+    greeting: Hello,
+    fd: int,
+    now: Callable[[], float],
+    deadline: float,
+    check: Callable[[], None],
+) -> None:
+    """Say hello and hear one. A peer that is gone by now was there a moment ago: it is lost."""
+    frame = framing.encode(messages.pack(greeting), descriptors=1 if fd >= 0 else 0)
+    try:
+        if sockets.send(sock, frame, (fd,) if fd >= 0 else ()) != len(frame):
+            raise PeerLostError("the peer did not take the hello of a lane", stage="connect")
+        _await_hello(sock, check, now, deadline)
+    except ConnectionError as error:
+        raise PeerLostError(
+            f"a new lane broke: {error.strerror}", stage="connect", fix="see the peer's log"
+        ) from error
 
 
 def set_timeouts(sock: socket.socket) -> None:

@@ -100,17 +100,27 @@ class ControlLoop:
     def _run(self) -> None:
         due = 0.0
         while not self._closing:
-            now = self._clock.now()
-            if now >= due:
+            if self._clock.now() >= due:
+                # What peers said while this process was frozen counts before their silence does.
+                self._handle(self._selector.select(0))
                 # Between ticks only messages are handled: whoever waits for one of them gets the
                 # interpreter lock the sooner.
+                now = self._clock.now()
                 due = min(self._call_tick(now), now + TICK_S)
-            for key, ready in self._selector.select(min(max(due - now, 0.0), TICK_S)):
-                if key.data is None:
-                    self._drain()
-                    due = 0.0
-                else:
-                    self._call(key.data, ready)
+            timeout = min(max(due - self._clock.now(), 0.0), TICK_S)
+            if self._handle(self._selector.select(timeout)):
+                due = 0.0
+
+    def _handle(self, events: list[tuple[selectors.SelectorKey, int]]) -> bool:
+        """Call the handlers of what is ready; whether somebody woke the loop."""
+        woken = False
+        for key, ready in events:
+            if key.data is None:
+                self._drain()
+                woken = True
+            else:
+                self._call(key.data, ready)
+        return woken
 
     def _call_tick(self, now: float) -> float:
         try:

@@ -26,9 +26,14 @@ def test_actions_run_in_order_when_the_outermost_lock_is_free():
 
 def test_actions_run_also_when_the_body_fails(caplog):
     lock, done = DeferringLock(), []
-    with caplog.at_level(logging.ERROR, "kvferry"), pytest.raises(KeyError), lock.held():
-        lock.later(lambda: 1 / 0)
-        lock.later(lambda: done.append(1))
-        raise KeyError
+
+    def fail():
+        with lock.held():
+            lock.later(lambda: 1 / 0)
+            lock.later(lambda: done.append(1))
+            raise KeyError
+
+    with caplog.at_level(logging.ERROR, "kvferry"), pytest.raises(KeyError):
+        fail()
     assert done == [1]
     assert any("a callback failed" in text for text in caplog.messages)

@@ -104,3 +104,24 @@ def test_closing_twice_and_waking_afterwards(make_loop):
         os.read(before[0], 1)
     for fd in before:
         os.close(fd)
+
+
+def test_what_is_ready_is_handled_before_time_is_judged(make_loop, pipe):
+    # A process that was frozen has both: messages that wait, and timers that are over.
+    order, ticked = [], threading.Event()
+
+    def ready(_events):
+        os.read(pipe[0], 1)
+        order.append("message")
+
+    def tick():
+        order.append("tick")
+        ticked.set()
+        return 1e12
+
+    loop = make_loop(FakeClock(), tick)
+    loop.add(pipe[0], READ, ready)
+    os.write(pipe[1], b"x")
+    loop.start()
+    assert ticked.wait(5.0)
+    assert order == ["message", "tick"]

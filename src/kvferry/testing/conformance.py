@@ -32,6 +32,7 @@ from kvferry.errors import (
     BoundsError,
     DeadlineError,
     KVFerryError,
+    PeerError,
     PeerLostError,
     StaleRegionError,
     TransferError,
@@ -412,7 +413,7 @@ def check_peer_closes(pair: Pair) -> None:
     pair.far.close()
     for transfer in transfers:
         error = failure(transfer.wait, BOUNDED_S)
-        assert error is None or isinstance(error, (PeerLostError, TransferError, StaleRegionError))
+        assert error is None or isinstance(error, (PeerError, TransferError, StaleRegionError))
     if all(transfer.error is None for transfer in transfers):
         assert np.array_equal(here.array, expected)
     error = failure(pair.start, False, here, spans, region, spans)
