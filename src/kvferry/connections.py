@@ -486,7 +486,8 @@ class Connections:
                 peer.forget_region(region_id)
             assert peer.lost is not None
             if not self._closed:
-                log.info("%s: peer %s is gone: %s", self._engine.config.name, peer.name, peer.lost)
+                why = str(peer.lost)
+                log.info("%s: peer %s is gone: %s", self._engine.config.name, peer.name, why)
             self._engine.on_peer_lost(peer, last=last)
         elif not peer.caller and not self._closed:
             # Who hangs up without a word is a port scanner or an engine that sweeps its directory.
@@ -496,7 +497,7 @@ class Connections:
                 "%s: refused a connection from %s: %s",
                 self._engine.config.name,
                 peer.address,
-                peer.lost,
+                str(peer.lost),
             )
         if dial is not None:
             assert peer.lost is not None

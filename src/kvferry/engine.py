@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -515,7 +514,7 @@ class Engine:
             "%s to %s failed and is tried last now: %s",
             path.name,
             op.peer.name,
-            error,
+            str(error),  # The error itself would keep its frames alive with the record.
         )
         if running.place + 1 >= len(running.plan.paths) or self.clock.now() >= op.deadline:
             return False
@@ -585,9 +584,9 @@ class Engine:
 
     # -- the lock ---------------------------------------------------------------------------
 
-    def locked(self) -> AbstractContextManager[None]:
+    def locked(self) -> DeferringLock:
         """Hold the engine's lock; what was put off by :meth:`later` runs when it is free again."""
-        return self._lock.held()
+        return self._lock
 
     def later(self, action: Callable[[], None]) -> None:
         """Run ``action`` after the lock is free. Only while it is held."""

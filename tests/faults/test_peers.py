@@ -82,7 +82,8 @@ def test_a_peer_that_is_killed_midway(make_engine, child_directory, transport, w
         remote = peer.region(ref)
         move = near.write if write else near.read
         # In memory that is mapped the bytes stay reachable; a queue of transfers lasts longer.
-        transfers = [move(local, whole, remote, whole) for _ in range(12)]
+        count = 60 if transport == "shm" else 12
+        transfers = [move(local, whole, remote, whole) for _ in range(count)]
         child.kill()
         began = time.monotonic()
         for transfer in transfers:
