@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet_watch import OFFER_ENV, Log, assert_clean, baseline, states
+from fleet_watch import Log, assert_clean, baseline, states
 
 from kvferry.launcher import Fleet
 from kvferry.testing.load import Known, Load, LoadResult
@@ -32,7 +32,6 @@ def check_answers(result: LoadResult) -> None:
 def check_paths(fleet: Fleet, transport: str, results: list[LoadResult]) -> None:
     """The hand-offs went the way that the test is about, and none was computed twice."""
     loaded_min = sum(len(result.of("ok")) for result in results)
-    left_max = sum(len(result.of("left")) for result in results)
     for name, state in states(fleet).items():
         connector = state["connector"]
         assert state["recomputed"] == 0, f"{name}: {connector['recent_claims']}"
@@ -44,14 +43,15 @@ def check_paths(fleet: Fleet, transport: str, results: list[LoadResult]) -> None
             assert set(ended) <= {"claim_loaded", "claim_aborted"}, ended
         else:
             assert ended["offer_delivered"] >= loaded_min, ended
-            assert ended.get("offer_expired", 0) <= left_max, ended
+            # Those that nobody claimed were abandoned by name, not left to their time.
+            assert "offer_expired" not in ended, ended
 
 
 def stress(known: list[Known], transport: str, *, requests: int | None, seconds: float) -> None:
     flags = ("--blocks", str(POOL_BLOCKS))
     with (
         Log() as log,
-        Fleet("tiny", log=log, transports=(transport,), engine_flags=flags, env=OFFER_ENV) as fleet,
+        Fleet("tiny", log=log, transports=(transport,), engine_flags=flags) as fleet,
     ):
         warm = Load(fleet.router_url, known, clients=CLIENTS, requests=WARM_REQUESTS, seed=1)
         warmed = asyncio.run(warm.run())

@@ -50,6 +50,7 @@ class FakeWorker:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     models: tuple[str, ...] = ("tiny",)
+    abandoned: list[str] = field(default_factory=list)
     port: int = 0
     url: str = ""
     _runner: web.AppRunner | None = None
@@ -57,6 +58,7 @@ class FakeWorker:
     async def start(self) -> None:
         application = web.Application(client_max_size=64 << 20)
         application.router.add_post("/v1/{kind:.*}", self._generate)
+        application.router.add_post("/kvferry/abandon", self._abandon)
         application.router.add_get("/health", self._health)
         application.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(
@@ -88,6 +90,10 @@ class FakeWorker:
         if self.health_freezes:
             await asyncio.Event().wait()
         return web.Response(status=self.health_status)
+
+    async def _abandon(self, request: web.Request) -> web.Response:
+        self.abandoned.append(request.headers["x-kvferry-attempt"])
+        return web.json_response({"abandoned": 1})
 
     async def _models(self, _request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name} for name in self.models]})

@@ -16,6 +16,7 @@ from kvferry.errors import (
     ProtocolError,
     UnreachableError,
 )
+from kvferry.router.workers import Worker
 
 
 @dataclass(eq=False)
@@ -36,11 +37,20 @@ class Exchange:
     bytes_done: int = 0
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
+    asked: tuple[Worker, str] | None = None
+    """The prefill worker that may have made an offer for this, and under which attempt."""
 
     @property
     def attempt(self) -> str:
         """Unique for each pairing of a prefill with a decode worker, whatever the client sends."""
         return f"{self.id}-{self.tries}"
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """Whether prefill may have offered something that decode never took over."""
+        refused = self.outcome in ("client_error", "upstream_error")
+        taken = self.handoff == "remote" and self.phase == "answering" and not refused
+        return self.asked is not None and not taken
 
     def as_dict(self) -> dict[str, Any]:
         return {

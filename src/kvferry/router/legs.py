@@ -20,6 +20,7 @@ ATTEMPT_HEADER = "x-kvferry-attempt"
 PREFILL_HEADER = "x-kvferry-prefill"
 DECODE_HEADER = "x-kvferry-decode"
 HANDOFF_HEADER = "x-kvferry-handoff"
+ABANDON_PATH = "/kvferry/abandon"
 
 _OFFER = msgspec.Raw(b'{"do_remote_decode":true,"do_remote_prefill":false}')
 _ONE = msgspec.Raw(b"1")

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Queue = asyncio.Queue[Output]
 
+ATTEMPT_HEADER = "x-kvferry-attempt"
+ATTEMPTS_MAX = 1024
+"""Latest requests with an offer that a router may still abandon by the name of its attempt."""
 RETRY_AFTER_S = 1
 READ_S = 30.0
 """How long a client may take to send its body."""
@@ -54,12 +58,14 @@ class Api:
         self._engine: EngineLoop | None = None
         self._served: Served | None = None
         self._connector: KVConnector | None = None
+        self._attempts: OrderedDict[str, list[Sequence]] = OrderedDict()
         self._created = int(time.time())
         self.app = web.Application(client_max_size=body_bytes_max, middlewares=[self._with_errors])
         self.app.add_routes(
             [
                 web.post("/v1/completions", partial(self._generate, is_chat=False)),
                 web.post("/v1/chat/completions", partial(self._generate, is_chat=True)),
+                web.post("/kvferry/abandon", self._abandon),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
@@ -125,6 +131,7 @@ class Api:
         sequences = _sequences(generation, served, id, outputs)
         is_written = False
         engine.submit(sequences)
+        self._remember(request, sequences)
         try:
             respond = _stream if generation.is_stream else _whole
             response = await respond(request, reply, outputs)
@@ -133,6 +140,23 @@ class Api:
             if not is_written:
                 engine.abort(sequences)
         return response
+
+    def _remember(self, request: web.Request, sequences: list[Sequence]) -> None:
+        attempt = request.headers.get(ATTEMPT_HEADER, "")[:128]
+        if attempt and sequences[0].is_remote_decode:
+            self._attempts[attempt] = sequences
+            while len(self._attempts) > ATTEMPTS_MAX:
+                self._attempts.popitem(last=False)
+
+    async def _abandon(self, request: web.Request) -> web.Response:
+        """The router says that nobody will claim what an attempt offered.
+
+        The answer may have been written and never read, or read for a client that had left.
+        """
+        sequences = self._attempts.pop(request.headers.get(ATTEMPT_HEADER, "")[:128], [])
+        if self._engine is not None:
+            self._engine.abort(sequences)
+        return _json({"abandoned": len(sequences)})
 
     @web.middleware
     async def _with_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,0 +1,92 @@
+"""Prefill is told when nobody will claim what it offered, and is left alone otherwise."""
+
+import asyncio
+
+import pytest
+from fake_workers import (
+    answers,
+    offers,
+    offers_nothing,
+    rejects,
+    resets,
+    run,
+    site,
+    stalls,
+    streams,
+    until,
+)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(stalls, answers), (offers, stalls)])
+def test_a_client_that_leaves_before_decode_answers(prefill, decode):
+    async def body():
+        async with site([prefill], [decode]) as made:
+            waits = made.prefill[0] if prefill is stalls else made.decode[0]
+            running = asyncio.ensure_future(made.post())
+            await waits.arrived.wait()
+            running.cancel()
+            await until(lambda: made.prefill[0].abandoned)
+            asked = made.prefill[0].seen[0].headers["x-kvferry-attempt"]
+            assert made.prefill[0].abandoned == [asked]
+
+    run(body())
+
+
+@pytest.mark.parametrize("decode", [resets, rejects(429), rejects(503)])
+def test_a_decode_that_does_not_take_the_request(decode):
+    async def body():
+        async with site([offers], [decode]) as made:
+            async with made.post() as answer:
+                assert answer.status >= 400
+            await until(lambda: made.prefill[0].abandoned)
+
+    run(body())
+
+
+def test_a_prefill_that_failed_may_have_made_its_offer_all_the_same():
+    async def body():
+        async with site([resets], [answers]) as made:
+            async with made.post() as answer:
+                assert answer.headers["x-kvferry-handoff"] == "local"
+            await until(lambda: made.prefill[0].abandoned)
+
+    run(body())
+
+
+def test_a_prefill_that_offers_nothing_is_not_asked_again():
+    async def body():
+        async with site([offers_nothing], [answers, answers]) as made:
+            for _ in range(2):
+                async with made.post() as answer:
+                    await answer.read()
+        assert made.prefill[0].abandoned == []
+
+    run(body())
+
+
+def test_an_answer_that_has_begun_abandons_nothing_even_if_its_client_leaves():
+    async def body():
+        async with site([offers], [streams]) as made:
+            answer = await made.post()
+            await answer.content.readany()
+            answer.close()
+            await made.decode[0].cancelled.wait()
+            await until(lambda: not made.router._running)
+            async with made.post() as whole:
+                made.decode[0].go_on.set()
+                await whole.read()
+        assert made.prefill[0].abandoned == []
+
+    run(body())
+
+
+def test_a_worker_that_does_not_answer_is_not_waited_for():
+    async def body():
+        async with site([offers], [stalls]) as made:
+            running = asyncio.ensure_future(made.post())
+            await made.decode[0].arrived.wait()
+            await made.prefill[0].stop()
+            running.cancel()
+            await until(lambda: not made.router._running)
+
+    run(body())

@@ -1,0 +1,55 @@
+"""A router that lost its client has prefill's offer withdrawn, by the name of the attempt."""
+
+import asyncio
+import json
+
+from kvferry.engines.reference.http import ATTEMPT_HEADER
+
+from .fakes import DECODE_ELSEWHERE
+from .test_server import run
+
+BODY = {"prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": DECODE_ELSEWHERE}
+
+
+async def abandon(site, attempt):
+    headers = {ATTEMPT_HEADER: attempt} if attempt else {}
+    async with site.http.post(site.address + "/kvferry/abandon", headers=headers) as answer:
+        assert answer.status == 200
+        return (await answer.json())["abandoned"]
+
+
+def test_an_abandoned_offer_is_withdrawn_once():
+    async def body(site):
+        headers = {ATTEMPT_HEADER: "a-1"}
+        url, data = site.address + "/v1/completions", json.dumps(BODY)
+        async with site.http.post(url, data=data, headers=headers) as answer:
+            assert answer.status == 200
+        assert await abandon(site, "another") == 0
+        assert await abandon(site, "") == 0
+        assert site.connector.withdrawn == []
+        assert await abandon(site, "a-1") == 1
+        assert await abandon(site, "a-1") == 0
+        while not site.connector.withdrawn:
+            await asyncio.sleep(0)
+        (on_end,) = site.connector.offers.values()
+        on_end("withdrawn")
+        await site.empty()
+
+    run(body)
+
+
+def test_only_so_many_attempts_are_remembered(monkeypatch):
+    monkeypatch.setattr("kvferry.engines.reference.http.ATTEMPTS_MAX", 2)
+
+    async def body(site):
+        for number in range(3):
+            headers = {ATTEMPT_HEADER: f"a-{number}"}
+            url, data = site.address + "/v1/completions", json.dumps(BODY)
+            async with site.http.post(url, data=data, headers=headers) as answer:
+                assert answer.status == 200
+        assert [await abandon(site, f"a-{number}") for number in range(3)] == [0, 1, 1]
+        for on_end in site.connector.offers.values():
+            on_end("delivered")
+        await site.empty()
+
+    run(body)
