@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -22,24 +21,24 @@ class DeferringLock:
         self._depth = 0
         self._after: list[Callable[[], None]] = []
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock. What fails in a deferred action is logged, and the others still run."""
-        todo: list[Callable[[], None]] = []
+    def __enter__(self) -> None:
+        """Hold the lock. Not a generator: this runs several times for each message."""
         self._lock.acquire()
         self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                todo, self._after = self._after, todo
+
+    def __exit__(self, *_error: object) -> None:
+        """Let go. What fails in a deferred action is logged, and the others still run."""
+        self._depth -= 1
+        if self._depth or not self._after:
             self._lock.release()
-            for action in todo:
-                try:
-                    action()
-                except Exception:
-                    log.exception("a callback failed")
+            return
+        todo, self._after = self._after, []
+        self._lock.release()
+        for action in todo:
+            try:
+                action()
+            except Exception:
+                log.exception("a callback failed")
 
     def later(self, action: Callable[[], None]) -> None:
         """Run ``action`` after the lock is free. Only while it is held."""

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError, KVFerryError, RegistrationError, UnreachableError
 
-RECEIVE_BYTES = 256 << 10
+RECEIVE_BYTES = 32 << 10
+"""One read of a control socket. Larger buffers are mapped anew for each read."""
+_NOSIGNAL = int(socket.MSG_NOSIGNAL)
+_CTRUNC = int(socket.MSG_CTRUNC)
+_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
+_SPACE = socket.CMSG_SPACE(16 * 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,24 +282,24 @@ def unreachable(address: Address | str, error: OSError) -> KVFerryError:
     )
 
 
-def receive(sock: socket.socket, nbytes: int = RECEIVE_BYTES) -> tuple[bytes, list[int]]:
+def receive(sock: socket.socket, *, is_unix: bool) -> tuple[bytes, list[int]]:
     """Bytes and descriptors that are there. Empty bytes mean the end of the stream.
+
+    is_unix: whether ``sock`` is a Unix socket; asking the socket itself takes a microsecond.
 
     The caller owns the descriptors. Raises BlockingIOError when there is nothing, OSError for a
     broken socket, and RegistrationError when the kernel dropped descriptors for want of room.
     """
-    if sock.family != socket.AF_UNIX:
-        return sock.recv(nbytes), []
-    data, ancillary, flags, _ = sock.recvmsg(
-        nbytes, socket.CMSG_SPACE(16 * 4), socket.MSG_CMSG_CLOEXEC
-    )
+    if not is_unix:
+        return sock.recv(RECEIVE_BYTES), []
+    data, ancillary, flags, _ = sock.recvmsg(RECEIVE_BYTES, _SPACE, _CLOEXEC)
     fds: list[int] = []
     for level, kind, body in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received = array.array("i")
             received.frombytes(body[: len(body) - len(body) % received.itemsize])
             fds.extend(received)
-    if flags & socket.MSG_CTRUNC:
+    if flags & _CTRUNC:
         for fd in fds:
             os.close(fd)
         raise RegistrationError(
@@ -307,12 +312,12 @@ def receive(sock: socket.socket, nbytes: int = RECEIVE_BYTES) -> tuple[bytes, li
 
 def send(sock: socket.socket, data: bytes | memoryview, fds: tuple[int, ...]) -> int:
     """Send what fits, the descriptors with the first byte. Returns bytes sent, 0 if none fits."""
-    flags = socket.MSG_NOSIGNAL
     try:
         if fds:
             packed = array.array("i", fds)
-            return sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)], flags)
-        return sock.send(data, flags)
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)
+            return sock.sendmsg([data], [rights], _NOSIGNAL)
+        return sock.send(data, _NOSIGNAL)
     except BlockingIOError:
         return 0
 

@@ -16,9 +16,9 @@ def test_actions_run_in_order_when_the_outermost_lock_is_free():
         other.join()
         done.append(free)
 
-    with lock.held():
+    with lock:
         lock.later(first)
-        with lock.held():
+        with lock:
             lock.later(lambda: done.append(2))
         assert done == []
     assert done == [[True], 2]
@@ -28,7 +28,7 @@ def test_actions_run_also_when_the_body_fails(caplog):
     lock, done = DeferringLock(), []
 
     def fail():
-        with lock.held():
+        with lock:
             lock.later(lambda: 1 / 0)
             lock.later(lambda: done.append(1))
             raise KeyError

@@ -298,14 +298,14 @@ def test_descriptors_arrive_with_their_first_byte() -> None:
     left, right = socket.socketpair()
     with left, right, open(os.devnull, "rb") as file:
         assert sockets.send(left, b"abc", (file.fileno(), file.fileno())) == 3
-        data, fds = sockets.receive(right)
+        data, fds = sockets.receive(right, is_unix=True)
         assert data == b"abc"
         assert [os.path.sameopenfile(fd, file.fileno()) for fd in fds] == [True, True]
         assert not any(os.get_inheritable(fd) for fd in fds)
         for fd in fds:
             os.close(fd)
         left.close()
-        assert sockets.receive(right) == (b"", [])
+        assert sockets.receive(right, is_unix=True) == (b"", [])
 
 
 def test_dropped_descriptors_are_an_error_and_none_is_kept() -> None:
@@ -314,7 +314,7 @@ def test_dropped_descriptors_are_an_error_and_none_is_kept() -> None:
         before = len(os.listdir("/proc/self/fd"))
         sockets.send(left, b"abc", (file.fileno(),) * 17)
         with pytest.raises(RegistrationError, match="dropped"):
-            sockets.receive(right)
+            sockets.receive(right, is_unix=True)
         assert len(os.listdir("/proc/self/fd")) == before
 
 

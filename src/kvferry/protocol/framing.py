@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.errors import ProtocolError, VersionError
 
@@ -31,8 +31,7 @@ DESCRIPTORS_MAX = 16
 """Most file descriptors with one frame."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One message as it lay in the stream: its payload and how many descriptors came with it."""
 
     payload: bytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.errors import (
     KVFerryError,
@@ -37,8 +37,7 @@ class Opened:
     hello: Hello
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """A message for the layer above, and how many descriptors came with it."""
 
     message: Any
