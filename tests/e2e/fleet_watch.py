@@ -18,9 +18,6 @@ from kvferry.launcher import Fleet
 POLL_S = 0.1
 IDLE_MOVERS_MAX = max(2, min(4, os.cpu_count() or 1)) - 1
 """An engine starts its movers, a fixed number, as copies first meet: not all in a first round."""
-OFFER_ENV = {"KVFERRY_OFFER_S": "10"}
-"""A client that leaves between the two legs, or a decode that dies before its claim, leaves an
-offer that nobody will claim. It ends by its own time, which tests cannot wait for by default."""
 QUIET_S = 3.6
 """Longer than the router keeps an idle connection to a worker."""
 

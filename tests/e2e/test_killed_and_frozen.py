@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 import pytest
 from fleet_watch import (
-    OFFER_ENV,
     Held,
     Log,
     assert_clean,
@@ -158,8 +157,7 @@ def warm_fleet(
             prefill=counts[0],
             decode=counts[1],
             transports=(transport,),
-            env=OFFER_ENV
-            | {
+            env={
                 "KVFERRY_LOST_S": f"{limit_s:g}",
                 "KVFERRY_HEARTBEAT_S": f"{limit_s / 5:g}",
                 "KVFERRY_CONNECT_S": f"{limit_s:g}",
@@ -209,7 +207,7 @@ def go_through(
 
 @pytest.mark.slow
 def test_requests_survive_kills_and_freezes_or_fail_clearly(known: list[Known]) -> None:
-    go_through(known, "shm", clients=32, freeze_s=5.0, limit_s=2.0)
+    go_through(known, "shm", clients=32, freeze_s=4.0, limit_s=2.0)
 
 
 @pytest.mark.stress
@@ -261,18 +259,14 @@ def kill_the_only(
 
 
 @pytest.mark.slow
-def test_decode_answers_alone_while_the_only_prefill_is_dead(known: list[Known]) -> None:
+def test_alone_a_decode_goes_on_and_without_one_requests_fail_clearly(known: list[Known]) -> None:
+    """One fleet for both, since most of the time goes into its start and the closing look."""
     with warm_fleet(known, (1, 1), 2.0, "shm", 8) as (fleet, before):
         result, dead, again = kill_the_only(known, fleet, "prefill-0")
         assert set(result.counts()) == {"ok"}, result.explain("error", "wrong", "hang", "broken")
         assert {record.handoff for record in dead} == {"local"}
         assert {record.handoff for record in again} == {"remote"}
-        print(f"  {assert_clean(fleet, before)}")
 
-
-@pytest.mark.slow
-def test_without_decode_requests_fail_clearly_until_it_is_back(known: list[Known]) -> None:
-    with warm_fleet(known, (1, 1), 2.0, "shm", 8) as (fleet, before):
         result, dead, again = kill_the_only(known, fleet, "decode-0")
         assert not result.of("wrong", "hang", "broken"), result.explain("wrong", "hang", "broken")
         assert {r.code for r in result.of("error")} <= {"peer_lost", "unreachable"}, result

@@ -77,7 +77,7 @@ def stress(known: list[Known], transport: str, *, requests: int | None, seconds:
 def test_sixty_four_clients_get_right_answers_and_leave_nothing(
     known: list[Known], transport: str
 ) -> None:
-    stress(known, transport, requests=400, seconds=60)
+    stress(known, transport, requests=300, seconds=60)
 
 
 @pytest.mark.stress
