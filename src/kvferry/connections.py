@@ -134,13 +134,7 @@ class Connections:
             return BusyError(
                 f"{STRANGERS_MAX} connections are still saying hello", fix="try again in a moment"
             )
-        uid = sockets.peer_uid(sock)
-        if uid is not None and uid not in (0, os.getuid()) and os.getuid() != 0:
-            return ProtocolError(
-                f"user {uid} may not use the engine of user {os.getuid()}",
-                fix="run both sides as the same user",
-            )
-        return None
+        return sockets.stranger(sock)
 
     def _refuse_without_descriptor(self, listener: socket.socket, error: OSError) -> None:
         """No descriptor is free: use the spare one to tell the caller, instead of spinning."""

@@ -85,6 +85,10 @@ class KVFerryError(Exception):
             text += f"; {self.fix}"
         return text
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle by attributes: subclasses have keywords that ``args`` does not hold."""
+        return _restored, (type(self), self.args, self.__dict__)
+
     def as_dict(self) -> dict[str, Any]:
         """The error as plain JSON types; what ``--json`` and HTTP bodies show."""
         return {
@@ -200,7 +204,7 @@ class TransferError(KVFerryError):
     code = "transfer"
 
 
-class DeadlineError(TransferError, TimeoutError):
+class DeadlineError(TransferError):
     """The deadline passed. The transfer has stopped; its destination bytes are undefined."""
 
     code = "deadline"
@@ -256,6 +260,14 @@ def from_code(code: str, message: str, **where: Any) -> KVFerryError:
     if kind is None:
         return RefusedError(message, code=code[:64], **where)
     return kind(message, **where)
+
+
+def _restored(
+    kind: type[KVFerryError], args: tuple[Any, ...], facts: dict[str, Any]
+) -> KVFerryError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(facts)
+    return error
 
 
 _BY_CODE: dict[str, type[KVFerryError]] = {

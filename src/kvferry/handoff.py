@@ -42,7 +42,7 @@ from kvferry.errors import (
 from kvferry.layout import KVGeometry
 from kvferry.peers import Peer
 from kvferry.planner import Plan
-from kvferry.protocol import messages
+from kvferry.protocol import framing, messages
 from kvferry.protocol.handoff import (
     AbortRead,
     Action,
@@ -65,6 +65,8 @@ log = logging.getLogger(__name__)
 PARAMS_VERSION = 1
 PARAMS_KEY = "kvferry"
 EXTRA_BYTES_MAX = 64 << 10
+PAYLOAD_BYTES_MAX = framing.CONTROL_BYTES_MAX - (1 << 10)
+"""What a Granted can carry: its other fields are small."""
 CLAIMS_MAX = 65536
 """Claims under way at once; one more is a BusyError."""
 
@@ -221,6 +223,11 @@ class HandOff:
         if len(payload) - table.nbytes > EXTRA_BYTES_MAX:
             raise UsageError(
                 f"extra is over {EXTRA_BYTES_MAX} bytes", fix="send large facts by another way"
+            )
+        if len(payload) > PAYLOAD_BYTES_MAX:
+            raise UsageError(
+                f"a table of {len(table)} blocks does not fit into one message",
+                fix="offer fewer blocks at once, or make blocks larger",
             )
         engine = self.engine
         engine.check_open()

@@ -72,6 +72,10 @@ class Spans:
         Raises UsageError when shapes differ, a value is negative or no int64, there are too many
         spans, or their total is over 2**63 - 1 bytes.
         """
+        for values in (offsets, lengths):
+            given = np.asarray(values)
+            if given.dtype.kind not in "iu" and given.size:
+                raise UsageError(f"offsets and lengths must be int64 numbers, not {given.dtype}")
         try:
             off = np.ascontiguousarray(offsets, dtype=np.int64).reshape(-1)
             if np.ndim(lengths) == 0:

@@ -15,7 +15,13 @@ import struct
 import threading
 from dataclasses import dataclass
 
-from kvferry.errors import ConfigError, KVFerryError, RegistrationError, UnreachableError
+from kvferry.errors import (
+    ConfigError,
+    KVFerryError,
+    ProtocolError,
+    RegistrationError,
+    UnreachableError,
+)
 
 RECEIVE_BYTES = 32 << 10
 """One read of a control socket. Larger buffers are mapped anew for each read."""
@@ -180,6 +186,7 @@ def listen_unix(directory: str, stem: str) -> tuple[socket.socket, str]:
     directory = "/" + os.path.abspath(directory).lstrip("/")
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
+        _check_owner(directory)
         sweep(directory)
     except OSError as error:
         raise ConfigError(f"directory={directory!r}: {error.strerror}") from error
@@ -202,6 +209,21 @@ def listen_unix(directory: str, stem: str) -> tuple[socket.socket, str]:
         sock.close()
         raise ConfigError(f"directory={directory!r}: {error.strerror}") from error
     return sock, path
+
+
+def _check_owner(directory: str) -> None:
+    """Refuse a directory where another user could put sockets in place of ours."""
+    facts = os.stat(directory)
+    if facts.st_uid not in (0, os.getuid()):
+        why = f"belongs to user {facts.st_uid}, not to user {os.getuid()} or root"
+    elif facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
+        why = "can be written to by other users"
+    else:
+        return
+    raise ConfigError(
+        f"directory={directory!r} {why}",
+        fix="set directory (KVFERRY_DIRECTORY) to one that only this user can write to",
+    )
 
 
 def sweep(directory: str) -> list[str]:
@@ -230,7 +252,8 @@ def sweep(directory: str) -> list[str]:
 def start_connect(address: Address, timeout_s: float) -> socket.socket:
     """A non-blocking socket whose connection is under way.
 
-    Blocks only for a name that must be resolved. Raises UnreachableError.
+    Blocks only for a name that must be resolved. Raises UnreachableError, and ProtocolError when
+    another user listens on the Unix socket.
     """
     try:
         if address.scheme == "unix":
@@ -246,6 +269,10 @@ def start_connect(address: Address, timeout_s: float) -> socket.socket:
         if address.scheme == "tcp":
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.connect(where)  # type: ignore[arg-type]
+        objection = stranger(sock) if address.scheme == "unix" else None
+        if objection is not None:
+            sock.close()
+            raise objection
     except BlockingIOError as error:
         # TCP goes on by itself; a Unix socket says that the queue is full, and has done nothing.
         if address.scheme == "unix":
@@ -320,6 +347,21 @@ def send(sock: socket.socket, data: bytes | memoryview, fds: tuple[int, ...]) ->
         return sock.send(data, _NOSIGNAL)
     except BlockingIOError:
         return 0
+
+
+def stranger(sock: socket.socket) -> ProtocolError | None:
+    """Why the process at the other end of a Unix socket is not to be trusted; None if it is.
+
+    The kernel says who it is: the same user, or one side is root.
+    """
+    theirs, ours = peer_uid(sock), os.getuid()
+    if theirs is None or theirs in (0, ours) or ours == 0:
+        return None
+    return ProtocolError(
+        f"the process at the other end belongs to user {theirs}, this one to user {ours}",
+        stage="connect",
+        fix="run both sides as the same user",
+    )
 
 
 def hang_up(sock: socket.socket) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
+import pickle
 import re
 
 import pytest
@@ -103,7 +105,6 @@ def test_places_are_filled_in_once() -> None:
     [
         (errors.UsageError, ValueError),
         (errors.BoundsError, ValueError),
-        (errors.DeadlineError, TimeoutError),
     ],
 )
 def test_some_errors_are_built_in_ones_too(kind: type[KVFerryError], builtin: type) -> None:
@@ -114,3 +115,17 @@ def test_whether_a_retry_may_help_can_be_said_per_error() -> None:
     assert make(errors.BusyError).retryable
     assert not make(errors.BusyError, retryable=False).retryable
     assert make(errors.CorruptError, retryable=True).retryable
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.DeadlineError("late", peer="p", bytes_done=3),
+        errors.RefusedError("no", code="expired", fix="again"),
+        errors.NoPathError("none", reasons={"shm": "far away"}),
+    ],
+)
+def test_errors_survive_copying_and_pickling(error: KVFerryError) -> None:
+    for twin in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert type(twin) is type(error)
+        assert (str(twin), twin.as_dict()) == (str(error), error.as_dict())

@@ -194,3 +194,11 @@ def test_there_is_a_limit_to_spans_in_one_transfer(monkeypatch: pytest.MonkeyPat
     Spans.of([0] * 3, 1)
     with pytest.raises(UsageError, match="4 spans in one transfer; at most 3"):
         Spans.of([0] * 4, 1)
+
+
+def test_fractions_are_refused_not_cut() -> None:
+    with pytest.raises(UsageError, match="must be int64"):
+        Spans.of([0.5], [1])
+    with pytest.raises(UsageError, match="must be int64"):
+        Spans.of([0], 1.5)
+    assert len(Spans.of([], [])) == 0

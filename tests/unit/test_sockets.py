@@ -337,3 +337,38 @@ def test_the_user_of_a_unix_peer_is_known_and_of_a_tcp_peer_is_not() -> None:
 
 def test_the_host_is_the_same_each_time() -> None:
     assert sockets.host_id() == sockets.host_id() != ""
+
+
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    if os.stat(tmp_path).st_uid == 0:
+        os.chown(tmp_path, 54321, -1)
+    with pytest.raises(ConfigError, match="belongs to user") as caught:
+        sockets.listen_unix(str(tmp_path), "a")
+    assert "KVFERRY_DIRECTORY" in caught.value.fix
+
+
+def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="written to by other users"):
+        sockets.listen_unix(str(tmp_path), "a")
+    tmp_path.chmod(0o1777)
+    sock, path = sockets.listen_unix(str(tmp_path), "a")
+    sock.close()
+    os.unlink(path)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "is_trusted"),
+    [(7, 7, True), (0, 7, True), (7, 0, True), (7, 8, False), (None, 8, True)],
+)
+def test_only_the_same_user_or_root_is_trusted(
+    theirs: int | None, ours: int, is_trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "peer_uid", lambda _sock: theirs)
+    monkeypatch.setattr(os, "getuid", lambda: ours)
+    left, right = socket.socketpair()
+    with left, right:
+        assert (sockets.stranger(left) is None) == is_trusted

@@ -24,7 +24,7 @@ HEADER = struct.Struct("<4sBBHI")
 HELLO_BYTES_MAX = 64 << 10
 """Limit until the hello is accepted: nobody unknown can make us keep more."""
 CONTROL_BYTES_MAX = 4 << 20
-"""Limit for control messages: a block table of a million blocks."""
+"""Limit for control messages: a block table of half a million blocks."""
 LANE_BYTES_MAX = 20 << 20
 """Limit for the head of one streamed transfer: SPANS_MAX offsets and lengths, and change."""
 DESCRIPTORS_MAX = 16
