@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvferry.engines.reference.sequence import Sequence
+from kvferry.engines.reference.sequence import Sequence, TokenLogprobs
 from kvferry.errors import HandoffError, KVFerryError, UsageError
 
 log = logging.getLogger(__name__)
@@ -25,12 +25,14 @@ class ClaimResult:
     """How a claim ended: loaded if ``error`` is None, and then ``first_token`` is given.
 
     first_token: the token that prefill sampled, the sequence's first output token.
+    first_logprobs: its log-probabilities, if prefill was asked for them.
     nbytes: bytes of KV that were moved; 0 or more, also on failure.
     seconds: from the claim to its end.
     path: transport and direction, such as ``"shm/pull"``, or "".
     """
 
     first_token: int | None = None
+    first_logprobs: TokenLogprobs | None = None
     error: KVFerryError | None = None
     nbytes: int = 0
     seconds: float = 0.0
@@ -58,6 +60,8 @@ class KVConnector(Protocol):
         self, sequence: Sequence, first_token: int, on_end: Callable[[str], None]
     ) -> dict[str, Any]:
         """Prefill's side: the prompt's KV is complete in ``sequence.prompt_blocks``; offer it.
+
+        ``sequence.first_logprobs`` should travel along if it is set.
 
         Returns: JSON-able ``kv_transfer_params`` for the response; they reach decode unchanged.
         on_end: called exactly once, from any thread, also during this call, with the outcome in a

@@ -17,7 +17,7 @@ from kvferry.engine import Engine
 from kvferry.engines.reference.config import ModelConfig
 from kvferry.engines.reference.connector import ClaimHandle, ClaimResult, KVConnector
 from kvferry.engines.reference.kvcache import PagedKV
-from kvferry.engines.reference.sequence import Sequence
+from kvferry.engines.reference.sequence import Sequence, TokenLogprobs
 from kvferry.errors import KVFerryError
 from kvferry.handoff import ClaimEnd, HandOff, Offer, OfferEnd
 from kvferry.layout import KVGeometry
@@ -51,11 +51,12 @@ class KVFerryConnector:
             self._offers.pop(sequence.id, None)
             on_end(end.code)
 
+        extra: dict[str, Any] = {"first_token": first_token}
+        if sequence.first_logprobs is not None:
+            extra["logprob"] = sequence.first_logprobs.logprob
+            extra["top"] = sequence.first_logprobs.top
         offer = self._ferry.offer(
-            sequence.prompt_blocks,
-            len(sequence.prompt),
-            extra={"first_token": first_token},
-            on_end=ended,
+            sequence.prompt_blocks, len(sequence.prompt), extra=extra, on_end=ended
         )
         self._offers[sequence.id] = offer
         return offer.params
@@ -79,6 +80,7 @@ class KVFerryConnector:
             on_end(
                 ClaimResult(
                     first_token=end.extra.get("first_token"),
+                    first_logprobs=_logprobs(end.extra),
                     error=end.error,
                     nbytes=end.nbytes,
                     seconds=end.seconds,
@@ -118,6 +120,15 @@ class KVFerryConnector:
                 "error": end.error.as_dict() if end.error else None,
             }
         )
+
+
+def _logprobs(extra: dict[str, Any]) -> TokenLogprobs | None:
+    """What ``offer`` put into ``extra``; None if it put nothing, or nothing that makes sense."""
+    try:
+        top = tuple((int(token), float(logprob)) for token, logprob in extra["top"])
+        return TokenLogprobs(int(extra["first_token"]), float(extra["logprob"]), top)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def kvferry_connector(config: EngineConfig) -> Callable[[ServerConfig, ModelConfig], Any]:

@@ -233,6 +233,7 @@ class Scheduler:
             text += sequence.text.flush()
         transfer = None
         if finish and sequence.is_remote_decode:
+            sequence.first_logprobs = logprobs
             transfer = self._offer(sequence, token)
             if sequence.is_answered:
                 return
@@ -307,8 +308,10 @@ class Scheduler:
         else:
             self._ledger.enter(sequence, State.RUNNING)
             sequence.computed_tokens = len(sequence.prompt)
-            unknown = TokenLogprobs(token, None) if sequence.params.logprobs is not None else None
-            self._append(sequence, token, unknown)
+            logprobs = None
+            if sequence.params.logprobs is not None:
+                logprobs = result.first_logprobs or TokenLogprobs(token, None)
+            self._append(sequence, token, logprobs)
 
     def _load_failed(self, sequence: Sequence, error: KVFerryError) -> None:
         """Nothing works with the blocks any more, and they hold nothing of use."""

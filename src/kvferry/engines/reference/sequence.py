@@ -158,6 +158,8 @@ class Sequence:
         self.text = text
         self.sink = sink
         self.output: list[int] = []
+        self.first_logprobs: TokenLogprobs | None = None
+        """Of the first output token, if they were asked for; travels with an offer."""
         self.state = State.WAITING
         self.blocks: Blocks = np.empty(0, dtype=np.int64)
         self.block_tokens = 1
