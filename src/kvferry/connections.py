@@ -476,13 +476,14 @@ class Connections:
             if not known:
                 del self._peers[peer.incarnation]
             last = not self.has(peer.incarnation)
-            for region_id in list(peer.regions):
-                peer.forget_region(region_id)
             assert peer.lost is not None
             if not self._closed:
                 why = str(peer.lost)
                 log.info("%s: peer %s is gone: %s", self._engine.config.name, peer.name, why)
+            # What still runs hears that the peer is lost before it finds its regions gone.
             self._engine.on_peer_lost(peer, last=last)
+            for region_id in list(peer.regions):
+                peer.forget_region(region_id)
         elif not peer.caller and not self._closed:
             # Who hangs up without a word is a port scanner or an engine that sweeps its directory.
             silent = isinstance(peer.lost, UnreachableError)

@@ -42,6 +42,8 @@ OUTBOX_BYTES_MAX = 16 << 20
 """Control bytes that may wait for a peer that does not read; then it counts as lost."""
 PENDING_MAX = 8192
 """Requests to one peer that may wait for their answers."""
+HEAR_OUT_MAX = 256
+"""Reads from a broken connection before it is closed."""
 DESCRIPTORS_HELD_MAX = 256
 """Descriptors that a peer may send ahead of the messages they belong to."""
 
@@ -77,6 +79,7 @@ class Peer:
         self._outbox: deque[_Outgoing] = deque()
         self._outbox_bytes = 0
         self._waits_for = READ
+        self._is_broken = False
         self._fds: deque[int] = deque()
         self._pending: dict[int, tuple[float, Reply, Message]] = {}
         self._next_id = 1
@@ -187,9 +190,10 @@ class Peer:
             for waiting in self._outbox:
                 waiting.keep()
         except OSError as error:
-            if self.caller and self.view is None:
-                self._read()  # It may have said why before it hung up.
-            self.end(self.session.receive_eof(f"the connection broke: {error.strerror}"))
+            if not self._is_broken:
+                self._is_broken = True
+                self._hear_out()
+                self.end(self.session.receive_eof(f"the connection broke: {error.strerror}"))
             return
         if self._outbox_bytes > OUTBOX_BYTES_MAX:
             self.end(self.session.receive_eof(f"the peer left {self._outbox_bytes} bytes unread"))
@@ -198,6 +202,16 @@ class Peer:
         if wanted != self._waits_for:
             self._waits_for = wanted
             self.engine.loop.change(self.fd, wanted)
+
+    def _hear_out(self) -> None:
+        """Take what the peer said before it hung up: why it did, or what it wanted.
+
+        A claim that waits here, unread since this process was frozen, must reach its offer: then
+        the end of the session releases the offer, which would wait for its time otherwise.
+        """
+        for _ in range(HEAR_OUT_MAX):
+            if self.lost is not None or not self._read():
+                return
 
     # -- what the loop saw, under the lock ------------------------------------------------------
 
@@ -225,17 +239,18 @@ class Peer:
             )
             self.engine.later(call_later(reply, None, error))
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Take what is there; whether there may be more."""
         try:
             data, fds = sockets.receive(self.sock, is_unix=self.is_unix)
         except BlockingIOError:
-            return
+            return False
         except KVFerryError as error:
             self.end([Closed(error.located(peer=self.name))])
-            return
+            return False
         except OSError as error:
             self.end(self.session.receive_eof(f"the connection broke: {error.strerror}"))
-            return
+            return False
         self._fds.extend(fds)
         if len(self._fds) > DESCRIPTORS_HELD_MAX:
             self.end([Closed(ProtocolError("too many descriptors", peer=self.name))])
@@ -245,6 +260,8 @@ class Peer:
             self._handle(self.session.receive(data, self.engine.clock.now()))
             if self.lost is None:
                 self.flush()
+            return True
+        return False
 
     def _handle(self, events: list[Event]) -> None:
         for event in events:

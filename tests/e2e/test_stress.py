@@ -30,17 +30,22 @@ def check_answers(result: LoadResult) -> None:
 
 
 def check_paths(fleet: Fleet, transport: str, results: list[LoadResult]) -> None:
-    """The hand-offs went the way that the test is about, and none was computed twice."""
+    """The hand-offs went the way that the test is about, and none was computed twice.
+
+    A client that leaves while decode claims may cost one: prefill takes its offer back, and decode
+    begins to compute the prompt before it hears that nobody waits for it.
+    """
     loaded_min = sum(len(result.of("ok")) for result in results)
+    left = sum(len(result.of("left")) for result in results)
     for name, state in states(fleet).items():
         connector = state["connector"]
-        assert state["recomputed"] == 0, f"{name}: {connector['recent_claims']}"
+        assert state["recomputed"] <= left, f"{name}: {connector['recent_claims']}"
         assert connector["demotions"] == 0, f"{name}: {connector}"
         ended = connector["handoff"]["ended"]
         if name.startswith("decode"):
             assert set(connector["bytes_by_path"]) == {f"{transport}/pull"}, f"{name}: {connector}"
             assert ended["claim_loaded"] >= loaded_min, ended
-            assert set(ended) <= {"claim_loaded", "claim_aborted"}, ended
+            assert set(ended) <= {"claim_loaded", "claim_aborted", "claim_cancelled"}, ended
         else:
             assert ended["offer_delivered"] >= loaded_min, ended
             # Those that nobody claimed were abandoned by name, not left to their time.

@@ -520,3 +520,24 @@ def test_many_claims_of_a_new_region_share_its_description(make_side):
         assert error is None, error
     assert decode.engine.statistics()["transports"]["shm"]["mappings"] == 1
     assert isinstance(HandoffError("x"), KVFerryError)
+
+
+def test_a_claim_that_waits_unread_when_the_session_breaks_releases_its_offer(make_side):
+    """As after a freeze: the claim and the hanging up lie in the socket, and a send fails first."""
+    prefill = make_side("prefill")
+    ended = Ends()
+    offer = prefill.handoff.offer(BLOCKS, TOKENS, on_end=ended)
+    decode = raw_connect(prefill.engine.addresses[0])
+    decode.sendall(raw_hello())
+    assert isinstance(read_message(decode), Hello)
+    engine = prefill.engine
+    wait_until(lambda: engine.connections.open_peers(), "no session")
+    with engine.locked():
+        (peer,) = engine.connections.open_peers()
+        offer_id = bytes.fromhex(offer.params[PARAMS_KEY]["offer"])
+        decode.sendall(frame(Claim(os.urandom(16), offer_id)))
+        decode.close()
+        peer.send(messages.Notify(b"anybody there?"))
+        assert peer.lost is not None
+    assert ended.one().code == "peer_lost"
+    assert_nothing_left(prefill)

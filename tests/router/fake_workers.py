@@ -51,6 +51,7 @@ class FakeWorker:
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     models: tuple[str, ...] = ("tiny",)
     abandoned: list[str] = field(default_factory=list)
+    deaf_to: int = 0
     port: int = 0
     url: str = ""
     _runner: web.AppRunner | None = None
@@ -93,6 +94,9 @@ class FakeWorker:
 
     async def _abandon(self, request: web.Request) -> web.Response:
         self.abandoned.append(request.headers["x-kvferry-attempt"])
+        if len(self.abandoned) <= self.deaf_to:
+            assert request.transport is not None
+            request.transport.abort()
         return web.json_response({"abandoned": 1})
 
     async def _models(self, _request: web.Request) -> web.Response:

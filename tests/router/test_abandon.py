@@ -90,3 +90,17 @@ def test_a_worker_that_does_not_answer_is_not_waited_for():
             await until(lambda: not made.router._running)
 
     run(body())
+
+
+def test_a_prefill_that_does_not_hear_it_is_told_again():
+    async def body():
+        async with site([offers], [rejects(429)]) as made:
+            made.router._abandoner._pause_s = 0.0
+            made.prefill[0].deaf_to = 2
+            async with made.post() as answer:
+                assert answer.status == 429
+            await until(lambda: len(made.prefill[0].abandoned) == 3)
+            await until(lambda: not made.router._abandoner._tasks)
+            assert len(set(made.prefill[0].abandoned)) == 1
+
+    run(body())

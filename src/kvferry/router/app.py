@@ -24,11 +24,11 @@ from kvferry.errors import (
     UnreachableError,
     UsageError,
 )
+from kvferry.router.abandon import Abandoner
 from kvferry.router.config import RouterConfig
 from kvferry.router.exchange import Exchange, error_body, error_response, status_of
 from kvferry.router.health import HealthChecks
 from kvferry.router.legs import (
-    ABANDON_PATH,
     ATTEMPT_HEADER,
     DECODE_HEADER,
     HANDOFF_HEADER,
@@ -52,7 +52,6 @@ log = logging.getLogger(__name__)
 
 _PREFILL_TRIES = 2
 _HISTORY = 64
-_ABANDON_S = 2.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -68,7 +67,7 @@ class Router:
         self._legs = Legs()
         self._running: set[Exchange] = set()
         self._ended: deque[Exchange] = deque(maxlen=_HISTORY)
-        self._abandoning: set[asyncio.Task[None]] = set()
+        self._abandoner: Abandoner
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession
         self._health: HealthChecks
@@ -76,6 +75,7 @@ class Router:
     async def start(self) -> str:
         """Check every worker once, then listen. Returns the base URL. OSError if it cannot bind."""
         self._session = make_session(self.config)
+        self._abandoner = Abandoner(self._session)
         self._health = HealthChecks(self.config, self.table, self._legs, self._session)
         self._runner = web.AppRunner(
             self._application(),
@@ -100,7 +100,7 @@ class Router:
             await self._runner.cleanup()
             self._runner = None
             await self._health.stop()
-            await asyncio.gather(*self._abandoning)
+            await self._abandoner.stop()
             await self._session.close()
 
     def _application(self) -> web.Application:
@@ -154,9 +154,8 @@ class Router:
             exchange.ended = time.monotonic()
             self._ended.append(exchange)
             if exchange.is_unclaimed:
-                task = asyncio.create_task(self._abandon(exchange))
-                self._abandoning.add(task)
-                task.add_done_callback(self._abandoning.discard)
+                assert exchange.asked is not None
+                self._abandoner.tell(*exchange.asked)
             self.metrics.inflight.dec()
             self.metrics.requests.labels(exchange.outcome or "bug").inc()
 
@@ -247,23 +246,6 @@ class Router:
             exchange.asked = None
             self.metrics.skipped.labels("no_params").inc()
         return params
-
-    async def _abandon(self, exchange: Exchange) -> None:
-        """Tell prefill that nobody will claim what it offered, if it did: its blocks are free.
-
-        Workers that do not know this keep their offer until it expires, as they do when this
-        message is lost.
-        """
-        assert exchange.asked is not None
-        worker, attempt = exchange.asked
-        timeout = aiohttp.ClientTimeout(total=_ABANDON_S)
-        try:
-            async with self._session.post(
-                worker.url + ABANDON_PATH, headers={ATTEMPT_HEADER: attempt}, timeout=timeout
-            ):
-                pass
-        except (aiohttp.ClientError, TimeoutError) as problem:
-            log.debug("prefill %s was not told to abandon %s: %s", worker.name, attempt, problem)
 
     async def _whole_answer(self, upstream: aiohttp.ClientResponse, leg: Leg) -> bytes:
         answer = bytearray()

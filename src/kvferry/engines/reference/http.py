@@ -25,7 +25,7 @@ from kvferry.engines.reference.metrics import Metrics
 from kvferry.engines.reference.replies import Reply, error_body, error_reply
 from kvferry.engines.reference.sequence import Output, Sequence, TextStream
 from kvferry.engines.reference.tokenizer import StreamDecoder
-from kvferry.errors import ClosedError, KVFerryError
+from kvferry.errors import AbortedError, ClosedError, KVFerryError
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class Api:
         self._served: Served | None = None
         self._connector: KVConnector | None = None
         self._attempts: OrderedDict[str, list[Sequence]] = OrderedDict()
+        self._abandoned: OrderedDict[str, None] = OrderedDict()
         self._created = int(time.time())
         self.app = web.Application(client_max_size=body_bytes_max, middlewares=[self._with_errors])
         self.app.add_routes(
@@ -125,6 +126,8 @@ class Api:
         if self.is_draining:
             raise ClosedError("the engine is shutting down and takes no more requests")
         generation = parse(await _read(request), served, is_chat=is_chat)
+        if self._abandoned.pop(request.headers.get(ATTEMPT_HEADER, "")[:128], False) is None:
+            raise AbortedError("the router has given this attempt up before it arrived")
         id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         reply = Reply(generation, served.tokenizer, id, int(time.time()))
         outputs: Queue = asyncio.Queue()  # bounded by max_tokens of each of the n answers
@@ -153,7 +156,13 @@ class Api:
 
         The answer may have been written and never read, or read for a client that had left.
         """
-        sequences = self._attempts.pop(request.headers.get(ATTEMPT_HEADER, "")[:128], [])
+        attempt = request.headers.get(ATTEMPT_HEADER, "")[:128]
+        sequences = self._attempts.pop(attempt, [])
+        if attempt and not sequences:
+            # A frozen process may find this message before the request that it is about.
+            self._abandoned[attempt] = None
+            while len(self._abandoned) > ATTEMPTS_MAX:
+                self._abandoned.popitem(last=False)
         if self._engine is not None:
             self._engine.abort(sequences)
         return _json({"abandoned": len(sequences)})

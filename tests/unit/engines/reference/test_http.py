@@ -53,3 +53,17 @@ def test_only_so_many_attempts_are_remembered(monkeypatch):
         await site.empty()
 
     run(body)
+
+
+def test_an_attempt_that_was_abandoned_before_it_arrived_is_refused():
+    async def body(site):
+        assert await abandon(site, "a-1") == 0
+        headers = {ATTEMPT_HEADER: "a-1"}
+        url, data = site.address + "/v1/completions", json.dumps(BODY)
+        async with site.http.post(url, data=data, headers=headers) as answer:
+            assert answer.status >= 400
+            assert "given this attempt up" in (await answer.json())["error"]["message"]
+        assert not site.connector.offers
+        await site.empty()
+
+    run(body)
