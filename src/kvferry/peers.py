@@ -79,7 +79,8 @@ class Peer:
         self._outbox: deque[_Outgoing] = deque()
         self._outbox_bytes = 0
         self._waits_for = READ
-        self._is_broken = False
+        self._broken = ""
+        self._is_handling = False
         self._fds: deque[int] = deque()
         self._pending: dict[int, tuple[float, Reply, Message]] = {}
         self._next_id = 1
@@ -170,6 +171,9 @@ class Peer:
 
     def flush(self) -> None:
         """Send what is queued as far as the socket takes it."""
+        if self._broken:
+            self.session.data_to_send()
+            return
         try:
             for data, fds in self.session.data_to_send():
                 # Nearly always the socket takes a message whole, and nothing need be kept.
@@ -190,10 +194,10 @@ class Peer:
             for waiting in self._outbox:
                 waiting.keep()
         except OSError as error:
-            if not self._is_broken:
-                self._is_broken = True
-                self._hear_out()
-                self.end(self.session.receive_eof(f"the connection broke: {error.strerror}"))
+            self._broken = f"the connection broke: {error.strerror}"
+            # The messages that are being handled come first: some may be left.
+            if not self._is_handling:
+                self._end_broken()
             return
         if self._outbox_bytes > OUTBOX_BYTES_MAX:
             self.end(self.session.receive_eof(f"the peer left {self._outbox_bytes} bytes unread"))
@@ -203,15 +207,17 @@ class Peer:
             self._waits_for = wanted
             self.engine.loop.change(self.fd, wanted)
 
-    def _hear_out(self) -> None:
-        """Take what the peer said before it hung up: why it did, or what it wanted.
+    def _end_broken(self) -> None:
+        """Take what the peer said before it hung up, then end.
 
-        A claim that waits here, unread since this process was frozen, must reach its offer: then
-        the end of the session releases the offer, which would wait for its time otherwise.
+        It may have said why it did. And a claim that waits here, unread since this process was
+        frozen, must reach its offer: then the end of the session releases the offer, which would
+        wait for its time otherwise.
         """
         for _ in range(HEAR_OUT_MAX):
             if self.lost is not None or not self._read():
-                return
+                break
+        self.end(self.session.receive_eof(self._broken))
 
     # -- what the loop saw, under the lock ------------------------------------------------------
 
@@ -224,6 +230,8 @@ class Peer:
                 self.flush()
             if ready & READ and self.lost is None:
                 self._read()
+                if self._broken and self.lost is None:
+                    self._end_broken()
 
     def tick(self, now: float) -> None:
         self._handle(self.session.tick(now))
@@ -257,7 +265,11 @@ class Peer:
         elif not data:
             self.end(self.session.receive_eof())
         else:
-            self._handle(self.session.receive(data, self.engine.clock.now()))
+            self._is_handling = True
+            try:
+                self._handle(self.session.receive(data, self.engine.clock.now()))
+            finally:
+                self._is_handling = False
             if self.lost is None:
                 self.flush()
             return True

@@ -522,11 +522,14 @@ def test_many_claims_of_a_new_region_share_its_description(make_side):
     assert isinstance(HandoffError("x"), KVFerryError)
 
 
-def test_a_claim_that_waits_unread_when_the_session_breaks_releases_its_offer(make_side):
-    """As after a freeze: the claim and the hanging up lie in the socket, and a send fails first."""
+@pytest.mark.parametrize("sends_first", [True, False])
+def test_claims_that_wait_unread_when_the_session_breaks_release_their_offers(
+    make_side, sends_first
+):
+    """As after a freeze: claims and the hanging up lie in the socket, and every send fails."""
     prefill = make_side("prefill")
-    ended = Ends()
-    offer = prefill.handoff.offer(BLOCKS, TOKENS, on_end=ended)
+    ends = [Ends() for _ in range(3)]
+    offers = [prefill.handoff.offer(BLOCKS, TOKENS, on_end=ended) for ended in ends]
     decode = raw_connect(prefill.engine.addresses[0])
     decode.sendall(raw_hello())
     assert isinstance(read_message(decode), Hello)
@@ -534,10 +537,12 @@ def test_a_claim_that_waits_unread_when_the_session_breaks_releases_its_offer(ma
     wait_until(lambda: engine.connections.open_peers(), "no session")
     with engine.locked():
         (peer,) = engine.connections.open_peers()
-        offer_id = bytes.fromhex(offer.params[PARAMS_KEY]["offer"])
-        decode.sendall(frame(Claim(os.urandom(16), offer_id)))
+        for offer in offers:
+            offer_id = bytes.fromhex(offer.params[PARAMS_KEY]["offer"])
+            decode.sendall(frame(Claim(os.urandom(16), offer_id)))
         decode.close()
-        peer.send(messages.Notify(b"anybody there?"))
-        assert peer.lost is not None
-    assert ended.one().code == "peer_lost"
+        if sends_first:
+            peer.send(messages.Notify(b"anybody there?"))
+            assert peer.lost is not None
+    assert [ended.one().code for ended in ends] == ["peer_lost"] * 3
     assert_nothing_left(prefill)

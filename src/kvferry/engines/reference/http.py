@@ -163,6 +163,7 @@ class Api:
             self._abandoned[attempt] = None
             while len(self._abandoned) > ATTEMPTS_MAX:
                 self._abandoned.popitem(last=False)
+        log.debug("attempt %s is abandoned with %d sequences", attempt, len(sequences))
         if self._engine is not None:
             self._engine.abort(sequences)
         return _json({"abandoned": len(sequences)})
