@@ -33,6 +33,8 @@ class EngineConfig:
     transfers_max: transfers in flight at once; one more is a BusyError.
     peers_max: connections at once.
     lanes_max: streams per peer and streamed transport.
+    split_lanes: streams that one large transfer is cut over; 0 means two from four cores on, else
+        one: on two cores, two streams of one transfer only wait for each other.
     lane_queue_max: transfers waiting for one peer's streams.
     inline_bytes_max: up to so much a mapped copy runs in the caller's thread.
     copy_threads: threads for one large copy; 0 means up to four, by the number of cores.
@@ -54,6 +56,7 @@ class EngineConfig:
     transfers_max: int = 4096
     peers_max: int = 1024
     lanes_max: int = 2
+    split_lanes: int = 0
     lane_queue_max: int = 4096
     inline_bytes_max: int = 1 << 20
     copy_threads: int = 0
@@ -64,7 +67,7 @@ class EngineConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                zero_is_fine = field.name == "copy_threads"
+                zero_is_fine = field.name in ("copy_threads", "split_lanes")
                 if not math.isfinite(value) or value < 0 or (value == 0 and not zero_is_fine):
                     raise ConfigError(f"{field.name}={value!r}: must be greater than 0")
                 if field.name.endswith("_s") and value > SECONDS_MAX:
@@ -96,11 +99,14 @@ class EngineConfig:
         directory = self.directory or os.path.join(
             os.environ.get("XDG_RUNTIME_DIR") or "/tmp", f"kvferry-{os.getuid()}"
         )
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores = cores or 1
         return replace(
             self,
             name=self.name or f"engine-{os.getpid()}",
             directory=directory,
-            copy_threads=self.copy_threads or min(4, os.cpu_count() or 1),
+            copy_threads=self.copy_threads or min(4, cores),
+            split_lanes=self.split_lanes or (2 if cores >= 4 else 1),
         )
 
 

@@ -106,7 +106,7 @@ class LanePool:
                     f"{self.peer.name}",
                     fix="retry later, or raise lane_queue_max",
                 )
-            parts = whole.cut(config.lanes_max)
+            parts = whole.cut(min(config.split_lanes, config.lanes_max))
             wanted = len(self.waiting) + len(parts) - self.idle
             while wanted > 0 and len(self.lanes) < config.lanes_max:
                 self._start_lane()

@@ -85,7 +85,7 @@ def channels():
     with socket.create_server(("127.0.0.1", 0)) as server:
         first = socket.create_connection(server.getsockname())
         second, _ = server.accept()
-    return TcpChannel(first, True), TcpChannel(second, True)
+    return TcpChannel(first), TcpChannel(second)
 
 
 def test_a_slow_drip_does_not_hide_the_deadline(services):
