@@ -27,6 +27,7 @@ from kvferry.regions import Spans
 TRANSPORT = "KVFERRY_TRANSPORTS"
 """Names the row's transport to both processes; the engine reads it too."""
 
+THREADS = "KVFERRY_COPY_THREADS"
 FIGURE_SPANS = 16384
 FIGURE_BLOCK_BYTES = 4096
 FIGURE_ROUNDS = 21
@@ -37,9 +38,10 @@ class Ferry(Worker):
     """An engine, with a pool that it allocated for ``shm`` and that it only registered else."""
 
     def allocate(self, nbytes: int, *, is_source: bool) -> None:
-        # As many copying threads as this process may use processors: it is pinned.
-        threads = len(os.sched_getaffinity(0))
-        self.engine = Engine(EngineConfig.from_environment(copy_threads=threads))
+        if THREADS not in os.environ:
+            # The other side sleeps while this one copies, so all processors are there for it.
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        self.engine = Engine(EngineConfig.from_environment())
         if os.environ[TRANSPORT] != "shm":
             super().allocate(nbytes, is_source=is_source)
             self.registration = self.engine.register(self.pool)
@@ -102,21 +104,23 @@ class Target(Ferry):
 
 def paths() -> list[Rival]:
     """One rival per transport that moves host memory between processes."""
-    notes = {
-        "shm": "both pools allocated by the engine; one copying thread per processor",
-        "staged": "through a ring in shared memory, for pools that cannot be mapped",
-        "tcp": "over the loopback",
-    }
+    one_thread = {THREADS: "1"}
+    rows: list[tuple[str, dict[str, str], str]] = [
+        ("shm", {}, "both pools allocated by the engine; default settings, all processors"),
+        ("shm, 1 thread", one_thread, "the same, pinned to one processor"),
+        ("staged", one_thread, "through a ring in shared memory, for pools that cannot be mapped"),
+        ("tcp", one_thread, "over the loopback"),
+    ]
     return [
         ProcessRival(
             f"kvferry {name}",
             "benchmarks.kvferry_paths",
             python=OWN_PYTHON,
-            env={TRANSPORT: name},
+            env={TRANSPORT: name.split(",")[0], **env},
             sleeps=True,
             note=note,
         )
-        for name, note in notes.items()
+        for name, env, note in rows
     ]
 
 
