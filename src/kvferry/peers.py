@@ -98,7 +98,7 @@ class Peer:
     def ping(self, timeout_s: float = 5.0) -> float:
         """Control round trip in seconds. Blocks. Raises DeadlineError or PeerLostError."""
         begin = self.engine.clock.now()
-        self._ask(lambda number: Ping(number), timeout_s, "ping")
+        self._ask(Ping, timeout_s, "ping")
         return self.engine.clock.now() - begin
 
     def region(self, ref: bytes, timeout_s: float = 5.0) -> RemoteRegion:

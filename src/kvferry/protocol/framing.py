@@ -100,10 +100,16 @@ class FrameDecoder:
         So what precedes bad bytes is delivered before they raise, however the stream was cut, and
         the first frame can raise the limit for the second.
         """
-        self._buffer += data
-        return self._frames()
+        return self._frames(data)
 
-    def _frames(self) -> Iterator[Frame]:
+    def _frames(self, data: bytes) -> Iterator[Frame]:
+        if not self._buffer and len(data) >= HEADER.size:
+            # Nearly always one whole message arrives, and need not be kept first.
+            nbytes, descriptors = check_header(data, self.limit)
+            if len(data) == HEADER.size + nbytes:
+                yield Frame(data[HEADER.size :], descriptors)
+                return
+        self._buffer += data
         while True:
             if len(self._buffer) < HEADER.size:
                 # Noise is refused at its fourth byte, not when twelve have trickled in.
