@@ -1,4 +1,4 @@
-"""The one C file, optional: without a compiler kvferry installs, works, and says that it is slower."""
+"""The one C file, optional: without a compiler kvferry works, and says that it is slower."""
 
 from setuptools import Extension, setup
 
