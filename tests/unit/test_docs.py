@@ -28,8 +28,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 FENCE = re.compile(r"((?:^<!-- [^\n]* -->\n)?)^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 START_S = 20.0
-PENDING = {"docs/benchmarks.md", "tests/unit/test_imports.py"}
-"""Named by the README and CONTRIBUTING before they are there."""
 
 FORBIDDEN = {
     "a path of one machine": re.compile(r"/work\b|/home/|(?<![\w-])shared/"),
@@ -103,8 +101,6 @@ def test_links_resolve(page):
             continue
         path, _, anchor = target.partition("#")
         place = (page.parent / path).resolve() if path else page
-        if short(place) in PENDING and not place.exists():
-            continue
         assert place.exists(), f"{short(page)} links to {target}"
         if anchor:
             assert anchor in anchors(place), f"{short(page)} links to {target}"
@@ -134,7 +130,7 @@ def test_every_page_can_be_reached():
 def test_paths_in_the_source_exist(page):
     text = page.read_text(encoding="utf-8")
     for path in re.findall(r"\b(?:src|tests|scripts)/[\w/.-]+\.(?:py|c|sh)\b", text):
-        assert path in PENDING or (ROOT / path).exists(), f"{short(page)} names {path}"
+        assert (ROOT / path).exists(), f"{short(page)} names {path}"
 
 
 # -- snippets ------------------------------------------------------------------------------------
