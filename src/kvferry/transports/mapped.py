@@ -7,6 +7,7 @@ region of a peer, and dropped when the region or the peer goes and no copy uses 
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from kvferry.errors import (
 from kvferry.memory.copy import copy_spans
 from kvferry.regions import I64, U64
 from kvferry.transports.base import Operation, RemoteRegion, Services, Transport
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
 """An abort or a deadline is noticed after so many bytes at the latest: about 6 ms. Smaller pieces
@@ -164,9 +167,14 @@ class MappedTransport(Transport):
                 copy_pieces(target, source, lengths, begin, end, threads)
                 done += nbytes
         except KVFerryError as failure:
-            error = failure.located(
+            # A region that is gone because its peer died: what matters is that the peer died.
+            error = (op.stop or failure).located(
                 peer=op.peer.name, path=f"{self.name}/{op.path}", stage="move", bytes_done=done
             )
+        except Exception as failure:
+            # Whatever it is, the transfer ends: nobody may wait for a thread that has given up.
+            log.exception("a copy failed; this is a bug in kvferry or in a transport")
+            error = AbortedError(f"internal error: {failure}", stage="move", bytes_done=done)
         finally:
             if mapping is not None:
                 self._exit(mapping)

@@ -4,7 +4,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvferry.errors import StaleRegionError
+from kvferry.errors import AbortedError, PeerLostError, StaleRegionError
 from kvferry.regions import Spans
 from kvferry.testing.conformance import wait_until
 from kvferry.transports import mapped
@@ -102,3 +102,42 @@ def test_a_description_without_exports_is_stale(make_engine):
     transport.blocked = blocked
     for fd in fds:
         os.close(fd)
+
+
+def test_a_region_that_went_with_its_peer_is_a_lost_peer(slow):
+    near, transport, peer, owned = slow
+    local, whole = near.allocate(4096), Spans.whole(4096)
+    remote = peer.region(owned.ref)
+    transfers = [near.read(local, whole, remote, whole) for _ in range(3)]
+    assert transport.began.wait(5.0)
+
+    def cut():
+        with near.locked():
+            near.connections.drop(peer, "the test cut it")
+
+    # It waits until the descriptor that is being mapped can be closed.
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    wait_until(lambda: peer.lost is not None, "the connection is still there")
+    transport.go.set()
+    cutting.join(5.0)
+    assert not remote.exports or not peer.regions
+    for transfer in transfers:
+        with pytest.raises(PeerLostError, match="the test cut it"):
+            transfer.wait(5.0)
+
+
+class BrokenShm(ShmTransport):
+    def map(self, remote, *, writable):
+        raise ZeroDivisionError("a bug")
+
+
+def test_a_bug_in_a_transport_ends_the_transfer(make_engine, caplog):
+    near = make_engine("near", "shm", extra={"shm": BrokenShm()})
+    far = make_engine("far", "shm")
+    peer, owned = near.connect(far.addresses[0]), far.allocate(4096)
+    whole = Spans.whole(4096)
+    transfer = near.read(near.allocate(4096), whole, peer.region(owned.ref), whole)
+    with pytest.raises(AbortedError, match="internal error: a bug"):
+        transfer.wait(5.0)
+    assert "a copy failed" in caplog.text
