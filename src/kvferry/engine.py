@@ -7,8 +7,6 @@ thread when they are short, in a mover or a lane's thread when they are long.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -22,20 +20,15 @@ from kvferry.config import EngineConfig
 from kvferry.connections import Connections
 from kvferry.deferring import DeferringLock
 from kvferry.errors import (
-    AbortedError,
-    BusyError,
     ClosedError,
-    DeadlineError,
     KVFerryError,
-    NoPathError,
     PeerLostError,
-    RegistrationError,
-    StaleRegionError,
     UsageError,
 )
 from kvferry.loop import TICK_S, ControlLoop
 from kvferry.memory.host import address_of, allocate_shared
 from kvferry.movers import Movers
+from kvferry.moves import Moves
 from kvferry.paths import Paths
 from kvferry.peers import REF, Peer
 from kvferry.planner import Plan
@@ -50,23 +43,10 @@ log = logging.getLogger(__name__)
 
 TICK_MIN_S = 0.002
 """The loop looks at timers no more often than this."""
-RATE_FROM_BYTES = 1 << 20
-"""Smaller transfers say nothing about a path's speed."""
 
 
 def _nothing() -> None:
     return None
-
-
-class _Running:
-    """A transfer and the path it is on."""
-
-    def __init__(self, transfer: Transfer, op: Operation, plan: Plan, began: float) -> None:
-        self.transfer = transfer
-        self.op = op
-        self.plan = plan
-        self.began = began
-        self.place = 0
 
 
 class Engine:
@@ -96,12 +76,7 @@ class Engine:
         self._pid = os.getpid()
         self._lock = DeferringLock()
         self._closed = False
-        self._running: dict[int, _Running] = {}
-        self._deadlines: list[tuple[float, int]] = []
-        self._numbers = itertools.count(1)
-        self._counts = {"transfers": 0, "failed": 0, "bytes": 0, "demotions": 0}
-        self._bytes_by_path: dict[str, int] = {}
-        self._transports, self._unusable = transports.choose(self.config.transports, extra or {})
+        self._transports, self.unusable = transports.choose(self.config.transports, extra or {})
         self._registry = Registry(self._transports)
         self.loop = ControlLoop(self.config.name, self.clock, self._tick)
         movers_max = max(2, min(4, os.cpu_count() or 1))
@@ -114,7 +89,8 @@ class Engine:
             self.loop.close()
             raise
         self.host = self.connections.host
-        self._paths = Paths(self._transports, self.clock, process=self.process, host=self.host)
+        paths = Paths(self._transports, self.clock, process=self.process, host=self.host)
+        self.moves = Moves(self, self._transports, paths, self.clock)
         opened: list[Transport] = []
         try:
             self.connections.listen()
@@ -149,6 +125,11 @@ class Engine:
         return list(self.connections.addresses)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` has begun."""
+        return self._closed
+
+    @property
     def transports(self) -> dict[str, Transport]:
         """The open transports by name."""
         return dict(self._transports)
@@ -173,7 +154,8 @@ class Engine:
             self._closed = True
         if self.handoff is not None:
             self.handoff.close()
-        self._abort_all()
+        with self.locked():
+            self.moves.abort_all()
         self.connections.close()
         for transport in self._transports.values():
             transport.close()
@@ -232,7 +214,7 @@ class Engine:
 
         def running() -> bool:
             with self.locked():
-                return any(r.op.local.region_id == region_id for r in self._running.values())
+                return self.moves.uses(region_id)
 
         self._registry.remove(registration, running)
 
@@ -348,18 +330,18 @@ class Engine:
         region = local.region if isinstance(local, Registration) else local
         with self.locked():
             view = self.connections.view_for(remote)
-            return self._plan(region, remote, view, write, nbytes, spans)
+            return self.moves.plan(region, remote, view, write, nbytes, spans)
 
     def statistics(self) -> dict[str, Any]:
         """Numbers for people and metrics, JSON types only."""
         with self.locked():
             stats: dict[str, Any] = {
-                **self._counts,
-                "running": len(self._running),
+                **self.moves.counts,
+                "running": len(self.moves),
                 "peers": self.connections.count(),
                 "regions": len(self._registry),
-                "bytes_by_path": dict(self._bytes_by_path),
-                "unusable": dict(self._unusable),
+                "bytes_by_path": dict(self.moves.bytes_by_path),
+                "unusable": dict(self.unusable),
             }
         stats["transports"] = {n: t.statistics() for n, t in self._transports.items()}
         if self.handoff is not None:
@@ -379,96 +361,17 @@ class Engine:
         region = local.region if isinstance(local, Registration) else local
         check_bounds(local_spans, region.nbytes, what="local")
         check_bounds(remote_spans, remote.nbytes, what="remote")
-        a, b, lengths = pair(local_spans, remote_spans)
-        nbytes = int(lengths.sum())
-        now = self.clock.now()
-        deadline = now + (self.config.transfer_s if deadline_s is None else deadline_s)
-        if deadline != deadline:
+        spans = pair(local_spans, remote_spans)
+        limit_s = self.config.transfer_s if deadline_s is None else deadline_s
+        if limit_s != limit_s:
             raise UsageError("deadline_s is not a number")
-        with self.locked():
-            self.check_open()
-            view = self.connections.view_for(remote)
-            if not self._registry.has(region.region_id):
-                raise StaleRegionError(
-                    f"local region {region.region_id} was deregistered", fix="register it again"
-                )
-            number = next(self._numbers)
-            transfer = Transfer(
-                number, nbytes, write=write, peer_name=view.name, cancel=self._cancel
-            )
-            if nbytes == 0:
-                self._counts["transfers"] += 1
-                self.later(lambda: transfer._finish(0, None, 0.0))
-                return transfer
-            if len(self._running) >= self.config.transfers_max:
-                raise BusyError(
-                    f"{len(self._running)} transfers are in flight",
-                    fix="wait for some to end, or raise transfers_max",
-                )
-            plan = self._plan(region, remote, view, write, nbytes, lengths.size)
-            if not plan.paths:
-                raise _no_path(plan, view.name)
-            transfer.plan = plan
-            op = Operation(number, write, region, remote, view, a, b, lengths, nbytes, deadline)
-            self._counts["transfers"] += 1
-            self._running[number] = _Running(transfer, op, plan, now)
-            self._add_deadline(deadline, number)
-        self._submit(number)
-        return transfer
-
-    def _plan(
-        self,
-        local: Region,
-        remote: RemoteRegion,
-        view: PeerView,
-        write: bool,
-        nbytes: int,
-        spans: int,
-    ) -> Plan:
-        plan = self._paths.plan(local, remote, view, write=write, nbytes=nbytes, spans=spans)
-        plan.rejected.update(self._unusable)
-        return plan
-
-    def _add_deadline(self, deadline: float, number: int) -> None:
-        if len(self._deadlines) > 1024 + 2 * len(self._running):
-            # Most of these have ended: with far deadlines they would stay for ever.
-            self._deadlines = [item for item in self._deadlines if item[1] in self._running]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline, number))
-
-    def _submit(self, number: int) -> None:
-        """Start a transfer on its current path, or on the next that takes it."""
-        with self.locked():
-            running = self._running.get(number)
-        if running is None:
-            return
-        path = running.plan.paths[running.place]
-        running.transfer.path = path.name
-        try:
-            self._transports[path.transport].submit(running.op)
-        except KVFerryError as error:
-            error.located(peer=running.op.peer.name, path=path.name, stage="submit")
-            self.complete(running.op, 0, error)
-        except Exception as failure:
-            log.exception("%s did not start; this is a bug in its transport", path.name)
-            self.complete(running.op, 0, AbortedError(f"internal error: {failure}"))
+        return self.moves.start(region, remote, spans, write, self.clock.now() + limit_s)
 
     # -- what transports call ----------------------------------------------------------------
 
     def complete(self, op: Operation, bytes_done: int, error: KVFerryError | None) -> None:
         """See transports.base.Services."""
-        again = False
-        with self.locked():
-            running = self._running.get(op.op_id)
-            if running is None or running.op is not op:
-                log.error("transfer %d ended twice; this is a bug in its transport", op.op_id)
-                return
-            if error is not None:
-                again = self._fall_back(running, error)
-            if not again:
-                self._settle(running, bytes_done, error)
-        if again:
-            self._submit(op.op_id)
+        self.moves.complete(op, bytes_done, error)
 
     def access(
         self, region_id: int, token: bytes, generation: int, spans: Spans, *, write: bool
@@ -492,74 +395,7 @@ class Engine:
         """See transports.base.Services."""
         self._movers.run(work)
 
-    def _fall_back(self, running: _Running, error: KVFerryError) -> bool:
-        """Whether another path takes over. Only for faults of the path, not of the request."""
-        op = running.op
-        path = running.plan.paths[running.place]
-        fault = isinstance(error, (PeerLostError, RegistrationError)) or error.code in (
-            "unreachable",
-            "protocol",
-            "corrupt",
-        )
-        if not fault or op.stop is not None or self._closed:
-            return False
-        if not self.connections.has(op.remote.peer):
-            return False
-        self._counts["demotions"] += 1
-        is_news = self._paths.demote(
-            op.peer.incarnation, path.transport, path.direction, error.message
-        )
-        log.log(
-            logging.WARNING if is_news else logging.DEBUG,
-            "%s to %s failed and is tried last now: %s",
-            path.name,
-            op.peer.name,
-            str(error),  # The error itself would keep its frames alive with the record.
-        )
-        if running.place + 1 >= len(running.plan.paths) or self.clock.now() >= op.deadline:
-            return False
-        running.place += 1
-        op.began_at = 0.0
-        return True
-
-    def _settle(self, running: _Running, bytes_done: int, error: KVFerryError | None) -> None:
-        """The end of a transfer, under the lock."""
-        op, transfer = running.op, running.transfer
-        del self._running[op.op_id]
-        seconds = self.clock.now() - running.began
-        if error is None:
-            path = running.plan.paths[running.place]
-            self._counts["bytes"] += op.nbytes
-            self._bytes_by_path[path.name] = self._bytes_by_path.get(path.name, 0) + op.nbytes
-            moving_s = self.clock.now() - (op.began_at or running.began)
-            if op.nbytes >= RATE_FROM_BYTES and moving_s > 0:
-                key = (op.peer.incarnation, path.transport, path.direction)
-                self._paths.measured(*key, op.nbytes / moving_s)
-        else:
-            self._counts["failed"] += 1
-            error.located(
-                peer=op.peer.name, path=transfer.path, stage="move", bytes_done=bytes_done
-            )
-        self.later(lambda: transfer._finish(bytes_done, error, seconds))
-
-    # -- aborts and time ----------------------------------------------------------------------
-
-    def _cancel(self, transfer: Transfer) -> None:
-        with self.locked():
-            running = self._running.get(transfer.transfer_id)
-            if running is not None:
-                self._abort(running, AbortedError("the transfer was cancelled", stage="move"))
-
-    def _abort(self, running: _Running, error: KVFerryError) -> None:
-        transport = self._transports[running.plan.paths[running.place].transport]
-        op = running.op
-        op.stop = op.stop or error
-        self.later(lambda: transport.abort(op, error))
-
-    def _abort_all(self) -> None:
-        with self.locked():
-            for running in list(self._running.values()):
-                self._abort(running, AbortedError("the engine is closing", stage="move"))
+    # -- time -------------------------------------------------------------------------------
 
     def _tick(self) -> float:
         """Deadlines and heart-beats; called by the loop."""
@@ -568,15 +404,8 @@ class Engine:
             self.connections.tick(now)
             if self.handoff is not None:
                 self.handoff.tick(now)
-            while self._deadlines and self._deadlines[0][0] <= now:
-                _, number = heapq.heappop(self._deadlines)
-                running = self._running.get(number)
-                if running is not None:
-                    took = now - running.began
-                    self._abort(
-                        running, DeadlineError(f"not complete after {took:.2f} s", stage="move")
-                    )
-            due = self._deadlines[0][0] if self._deadlines else now + TICK_S
+            self.moves.tick(now)
+            due = min(self.moves.due(), now + TICK_S)
             if self.handoff is not None:
                 due = min(due, self.handoff.due())
         # What is overdue and cannot end yet must not keep the thread busy.
@@ -609,13 +438,7 @@ class Engine:
             self.handoff.on_peer_lost(peer)
         if not last:
             return
-        for running in list(self._running.values()):
-            if running.op.remote.peer == peer.incarnation:
-                lost = peer.lost or PeerLostError("the peer is gone")
-                self._abort(
-                    running, PeerLostError(lost.message, peer=peer.name, stage="move", fix=lost.fix)
-                )
-        self._paths.forget(peer.incarnation)
+        self.moves.on_peer_lost(peer, peer.lost or PeerLostError("the peer is gone"))
         for transport in self._transports.values():
             self.later(partial(transport.disconnect, peer.incarnation))
 
@@ -637,17 +460,6 @@ class _Process:
 
 PROCESS = _Process()
 os.register_at_fork(after_in_child=PROCESS.renew)
-
-
-def _no_path(plan: Plan, peer_name: str) -> NoPathError:
-    reasons = "; ".join(f"{name}: {why}" for name, why in plan.rejected.items())
-    return NoPathError(
-        f"no transport can serve this pair: {reasons}",
-        reasons=plan.rejected,
-        peer=peer_name,
-        stage="plan",
-        fix="make one of the reasons go away; 'tcp' needs the least",
-    )
 
 
 def _check_access(access: str) -> None:

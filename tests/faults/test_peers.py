@@ -280,7 +280,7 @@ def test_far_deadlines_do_not_pile_up(make_engine):
     local, whole = near.allocate(64), Spans.whole(64)
     for _ in range(1500):
         near.read(local, whole, remote, whole, deadline_s=1e6)
-    assert len(near._deadlines) < 1100
+    assert len(near.moves._deadlines) < 1100
 
 
 def test_a_submit_after_the_peer_is_lost_leaves_no_lane(make_engine):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kvferry"
 TESTS = Path(__file__).parent
 
-CORE = "connections dials engine loop movers paths peers registry"
+CORE = "connections dials engine loop movers moves paths peers registry"
 """One layer in several files: the engine and what it is made of."""
 
 # What each part may import, besides itself. A part is a module, or a package with all in it.
@@ -36,7 +36,7 @@ ALLOWED = {
     "movers": "errors",
     "paths": "clock regions planner transports.base",
     **dict.fromkeys(
-        ("peers", "registry", "dials", "connections", "engine"),
+        ("peers", "registry", "dials", "connections", "moves", "engine"),
         "errors clock config regions sockets protocol memory transports planner transfer "
         f"deferring lanes kvferry {CORE}",
     ),
@@ -55,7 +55,9 @@ ALLOWED = {
 }
 
 # The engine hands itself to its parts, which name its type and never import it at run time.
-FOR_TYPES_ONLY = {(name, "engine") for name in ("peers", "dials", "connections", "registry")}
+FOR_TYPES_ONLY = {
+    (name, "engine") for name in ("peers", "dials", "connections", "registry", "moves")
+}
 
 NO_TESTS_OF_THEIR_OWN = {
     "transports": "driven through an engine by tests/conformance, one row per transport",
@@ -63,6 +65,7 @@ NO_TESTS_OF_THEIR_OWN = {
     "lanes": "driven through transports by tests/conformance and tests/faults",
     "handoff": "driven with two engines by tests/faults/test_handoff.py",
     "paths": "driven through an engine by tests/conformance and tests/faults",
+    "moves": "driven through an engine by tests/conformance and tests/faults",
     "clock": "a fake and one line around time.monotonic; see testing/test_clock.py",
     "router": "tested over HTTP in tests/router",
     "cli": "commands are tested by what they print, in cli/test_main.py",

@@ -1,0 +1,283 @@
+"""The transfers under way: each is tried on one path after the other until it ends, once.
+
+The tables belong to the engine and change under its lock. A path is tried at most once per
+transfer, so the number of paths bounds the attempts, and all of them share one deadline.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvferry.clock import Clock
+from kvferry.errors import (
+    AbortedError,
+    BusyError,
+    DeadlineError,
+    KVFerryError,
+    NoPathError,
+    PeerLostError,
+    RegistrationError,
+    StaleRegionError,
+)
+from kvferry.paths import Paths
+from kvferry.planner import Plan, RankedPath
+from kvferry.regions import I64, Region
+from kvferry.transfer import Transfer
+from kvferry.transports.base import Operation, PeerView, RemoteRegion, Transport
+
+if TYPE_CHECKING:
+    from kvferry.engine import Engine
+
+log = logging.getLogger(__name__)
+
+RATE_FROM_BYTES = 1 << 20
+"""Smaller transfers say nothing about a path's speed."""
+PATH_FAULTS = frozenset({"unreachable", "protocol", "corrupt"})
+"""Error codes that are a fault of the path and not of the request."""
+
+
+class Move:
+    """A transfer and the path it is on.
+
+    op: the attempt that runs now; each attempt has its own, so that what a transport says of an
+    earlier one is known for that. place: its path's index in the plan.
+    """
+
+    def __init__(self, transfer: Transfer, op: Operation, plan: Plan, began: float) -> None:
+        self.transfer = transfer
+        self.op = op
+        self.plan = plan
+        self.began = began
+        self.place = 0
+
+    @property
+    def path(self) -> RankedPath:
+        return self.plan.paths[self.place]
+
+
+class Moves:
+    """See the module. One per engine."""
+
+    def __init__(
+        self, engine: Engine, transports: dict[str, Transport], paths: Paths, clock: Clock
+    ) -> None:
+        self._engine = engine
+        self._transports = transports
+        self._paths = paths
+        self._clock = clock
+        self._running: dict[int, Move] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._numbers = itertools.count(1)
+        self.counts = {"transfers": 0, "failed": 0, "bytes": 0, "demotions": 0}
+        self.bytes_by_path: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def uses(self, region_id: int) -> bool:
+        """Whether a transfer under way touches this region of ours."""
+        return any(move.op.local.region_id == region_id for move in self._running.values())
+
+    # -- start ------------------------------------------------------------------------------
+
+    def start(
+        self,
+        local: Region,
+        remote: RemoteRegion,
+        spans: tuple[I64, I64, I64],
+        write: bool,
+        deadline: float,
+    ) -> Transfer:
+        """Begin a transfer of paired spans (local offsets, remote offsets, lengths).
+
+        See Engine.read for the errors. May do a short copy before it returns.
+        """
+        engine = self._engine
+        a, b, lengths = spans
+        nbytes = int(lengths.sum())
+        with engine.locked():
+            engine.check_open()
+            view = engine.connections.view_for(remote)
+            if not engine.registry.has(local.region_id):
+                raise StaleRegionError(
+                    f"local region {local.region_id} was deregistered", fix="register it again"
+                )
+            number = next(self._numbers)
+            transfer = Transfer(
+                number, nbytes, write=write, peer_name=view.name, cancel=self._cancel
+            )
+            if nbytes == 0:
+                self.counts["transfers"] += 1
+                engine.later(lambda: transfer._finish(0, None, 0.0))
+                return transfer
+            if len(self._running) >= engine.config.transfers_max:
+                raise BusyError(
+                    f"{len(self._running)} transfers are in flight",
+                    fix="wait for some to end, or raise transfers_max",
+                )
+            plan = self.plan(local, remote, view, write, nbytes, lengths.size)
+            if not plan.paths:
+                raise _no_path(plan, view.name)
+            transfer.plan = plan
+            op = Operation(number, write, local, remote, view, a, b, lengths, nbytes, deadline)
+            self.counts["transfers"] += 1
+            self._running[number] = Move(transfer, op, plan, self._clock.now())
+            self._add_deadline(deadline, number)
+        self._submit(number)
+        return transfer
+
+    def plan(
+        self,
+        local: Region,
+        remote: RemoteRegion,
+        view: PeerView,
+        write: bool,
+        nbytes: int,
+        spans: int,
+    ) -> Plan:
+        """The ranked paths, under the lock."""
+        plan = self._paths.plan(local, remote, view, write=write, nbytes=nbytes, spans=spans)
+        plan.rejected.update(self._engine.unusable)
+        return plan
+
+    def _add_deadline(self, deadline: float, number: int) -> None:
+        if len(self._deadlines) > 1024 + 2 * len(self._running):
+            # Most of these have ended: with far deadlines they would stay for ever.
+            self._deadlines = [item for item in self._deadlines if item[1] in self._running]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, number))
+
+    def _submit(self, number: int) -> None:
+        """Start a transfer on its current path, or on the next that takes it."""
+        with self._engine.locked():
+            move = self._running.get(number)
+        if move is None:
+            return
+        path, op = move.path, move.op
+        move.transfer.path = path.name
+        try:
+            self._transports[path.transport].submit(op)
+        except KVFerryError as error:
+            error.located(peer=op.peer.name, path=path.name, stage="submit")
+            self.complete(op, 0, error)
+        except Exception as failure:
+            log.exception("%s did not start; this is a bug in its transport", path.name)
+            self.complete(op, 0, AbortedError(f"internal error: {failure}"))
+
+    # -- ends -------------------------------------------------------------------------------
+
+    def complete(self, op: Operation, bytes_done: int, error: KVFerryError | None) -> None:
+        """See transports.base.Services."""
+        again = False
+        with self._engine.locked():
+            move = self._running.get(op.op_id)
+            if move is None or move.op is not op:
+                log.error("transfer %d ended twice; this is a bug in its transport", op.op_id)
+                return
+            if error is not None:
+                again = self._fall_back(move, error)
+            if not again:
+                self._settle(move, bytes_done, error)
+        if again:
+            self._submit(op.op_id)
+
+    def _fall_back(self, move: Move, error: KVFerryError) -> bool:
+        """Whether another path takes over. Only for faults of the path, not of the request."""
+        op, path = move.op, move.path
+        fault = isinstance(error, (PeerLostError, RegistrationError)) or error.code in PATH_FAULTS
+        if not fault or op.stop is not None or self._engine.is_closed:
+            return False
+        if not self._engine.connections.has(op.remote.peer):
+            return False
+        self.counts["demotions"] += 1
+        is_news = self._paths.demote(
+            op.peer.incarnation, path.transport, path.direction, error.message
+        )
+        log.log(
+            logging.WARNING if is_news else logging.DEBUG,
+            "%s to %s failed and is tried last now: %s",
+            path.name,
+            op.peer.name,
+            str(error),  # The error itself would keep its frames alive with the record.
+        )
+        if move.place + 1 >= len(move.plan.paths) or self._clock.now() >= op.deadline:
+            return False
+        move.place += 1
+        move.op = replace(op, stop=None, began_at=0.0)
+        return True
+
+    def _settle(self, move: Move, bytes_done: int, error: KVFerryError | None) -> None:
+        """The end of a transfer, under the lock."""
+        op, transfer, path = move.op, move.transfer, move.path
+        del self._running[op.op_id]
+        now = self._clock.now()
+        seconds = now - move.began
+        if error is None:
+            self.counts["bytes"] += op.nbytes
+            self.bytes_by_path[path.name] = self.bytes_by_path.get(path.name, 0) + op.nbytes
+            moving_s = now - (op.began_at or move.began)
+            if op.nbytes >= RATE_FROM_BYTES and moving_s > 0:
+                key = (op.peer.incarnation, path.transport, path.direction)
+                self._paths.measured(*key, op.nbytes / moving_s)
+        else:
+            self.counts["failed"] += 1
+            error.located(
+                peer=op.peer.name, path=transfer.path, stage="move", bytes_done=bytes_done
+            )
+        self._engine.later(lambda: transfer._finish(bytes_done, error, seconds))
+
+    # -- aborts and time ----------------------------------------------------------------------
+
+    def _cancel(self, transfer: Transfer) -> None:
+        with self._engine.locked():
+            move = self._running.get(transfer.transfer_id)
+            if move is not None:
+                self._abort(move, AbortedError("the transfer was cancelled", stage="move"))
+
+    def _abort(self, move: Move, error: KVFerryError) -> None:
+        transport = self._transports[move.path.transport]
+        op = move.op
+        op.stop = op.stop or error
+        self._engine.later(lambda: transport.abort(op, error))
+
+    def abort_all(self) -> None:
+        """The engine is closing; under the lock."""
+        for move in list(self._running.values()):
+            self._abort(move, AbortedError("the engine is closing", stage="move"))
+
+    def on_peer_lost(self, peer: Any, lost: KVFerryError) -> None:
+        """No connection to this incarnation is left; under the lock."""
+        for move in list(self._running.values()):
+            if move.op.remote.peer == peer.incarnation:
+                self._abort(
+                    move, PeerLostError(lost.message, peer=peer.name, stage="move", fix=lost.fix)
+                )
+        self._paths.forget(peer.incarnation)
+
+    def tick(self, now: float) -> None:
+        """Deadlines; under the lock."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = heapq.heappop(self._deadlines)
+            move = self._running.get(number)
+            if move is not None:
+                took = now - move.began
+                self._abort(move, DeadlineError(f"not complete after {took:.2f} s", stage="move"))
+
+    def due(self) -> float:
+        """When :meth:`tick` has a deadline to look at; infinity if there is none."""
+        return self._deadlines[0][0] if self._deadlines else float("inf")
+
+
+def _no_path(plan: Plan, peer_name: str) -> NoPathError:
+    reasons = "; ".join(f"{name}: {why}" for name, why in plan.rejected.items())
+    return NoPathError(
+        f"no transport can serve this pair: {reasons}",
+        reasons=plan.rejected,
+        peer=peer_name,
+        stage="plan",
+        fix="make one of the reasons go away; 'tcp' needs the least",
+    )
