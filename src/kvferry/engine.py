@@ -161,6 +161,8 @@ class Engine:
             transport.close()
         self._movers.close()
         self.loop.close()
+        with self.locked():
+            self.moves.end_left()
         self._registry.close()
 
     def check_open(self) -> None:
@@ -338,6 +340,7 @@ class Engine:
             stats: dict[str, Any] = {
                 **self.moves.counts,
                 "running": len(self.moves),
+                "quarantined": len(self.moves.quarantine),
                 "peers": self.connections.count(),
                 "regions": len(self._registry),
                 "bytes_by_path": dict(self.moves.bytes_by_path),

@@ -547,7 +547,11 @@ class HandOff:
         )
         if action.error is not None and claim.peer is not None:
             action.error.located(peer=claim.peer.name)
-        self.engine.later(lambda: claim.on_end(end))
+        if transfer is None:
+            self.engine.later(lambda: claim.on_end(end))
+        else:
+            # The caller may use its blocks again from then on, so nothing may still write there.
+            self.engine.later(lambda: transfer.when_quiet(lambda: claim.on_end(end)))
 
 
 def _numeric(text: str) -> Address:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from kvferry.clock import Clock
 from kvferry.errors import (
     AbortedError,
     BusyError,
+    CorruptError,
     DeadlineError,
     KVFerryError,
     NoPathError,
@@ -25,6 +27,7 @@ from kvferry.errors import (
 )
 from kvferry.paths import Paths
 from kvferry.planner import Plan, RankedPath
+from kvferry.quarantine import Quarantine
 from kvferry.regions import I64, Region
 from kvferry.transfer import Transfer
 from kvferry.transports.base import Operation, PeerView, RemoteRegion, Transport
@@ -34,6 +37,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+STOP_S = 1.0
+"""A transport that was told to stop has so long to say that it did. Copies notice a stop within
+milliseconds, lanes within a tenth of a second; memory of what takes longer is quarantined.
+"""
 RATE_FROM_BYTES = 1 << 20
 """Smaller transfers say nothing about a path's speed."""
 PATH_FAULTS = frozenset({"unreachable", "protocol", "corrupt"})
@@ -53,6 +60,7 @@ class Move:
         self.plan = plan
         self.began = began
         self.place = 0
+        self.stop_by = math.inf  # Set when it is told to stop: it is waited for so long.
 
     @property
     def path(self) -> RankedPath:
@@ -70,6 +78,7 @@ class Moves:
         self._paths = paths
         self._clock = clock
         self._running: dict[int, Move] = {}
+        self.quarantine = Quarantine()
         self._deadlines: list[tuple[float, int]] = []
         self._numbers = itertools.count(1)
         self.counts = {"transfers": 0, "failed": 0, "bytes": 0, "demotions": 0}
@@ -80,7 +89,9 @@ class Moves:
 
     def uses(self, region_id: int) -> bool:
         """Whether a transfer under way touches this region of ours."""
-        return any(move.op.local.region_id == region_id for move in self._running.values())
+        if any(move.op.local.region_id == region_id for move in self._running.values()):
+            return True
+        return self.quarantine.uses(region_id)
 
     # -- start ------------------------------------------------------------------------------
 
@@ -114,9 +125,10 @@ class Moves:
                 self.counts["transfers"] += 1
                 engine.later(lambda: transfer._finish(0, None, 0.0))
                 return transfer
-            if len(self._running) >= engine.config.transfers_max:
+            in_flight = len(self._running) + len(self.quarantine)
+            if in_flight >= engine.config.transfers_max:
                 raise BusyError(
-                    f"{len(self._running)} transfers are in flight",
+                    f"{in_flight} transfers are in flight",
                     fix="wait for some to end, or raise transfers_max",
                 )
             plan = self.plan(local, remote, view, write, nbytes, lengths.size)
@@ -124,6 +136,7 @@ class Moves:
                 raise _no_path(plan, view.name)
             transfer.plan = plan
             op = Operation(number, write, local, remote, view, a, b, lengths, nbytes, deadline)
+            self.quarantine.check(op)
             self.counts["transfers"] += 1
             self._running[number] = Move(transfer, op, plan, self._clock.now())
             self._add_deadline(deadline, number)
@@ -176,14 +189,29 @@ class Moves:
         with self._engine.locked():
             move = self._running.get(op.op_id)
             if move is None or move.op is not op:
-                log.error("transfer %d ended twice; this is a bug in its transport", op.op_id)
+                self._complete_late(op)
                 return
+            if error is None and bytes_done != op.nbytes:
+                error = CorruptError(
+                    f"{move.path.name} moved {bytes_done} of {op.nbytes} bytes and called that "
+                    "success",
+                    fix="allow another transport: this one has a bug",
+                )
             if error is not None:
                 again = self._fall_back(move, error)
             if not again:
                 self._settle(move, bytes_done, error)
         if again:
             self._submit(op.op_id)
+
+    def _complete_late(self, op: Operation) -> None:
+        """A completion that nobody waits for any more, under the lock."""
+        transfer = self.quarantine.release(op)
+        if transfer is None:
+            log.error("transfer %d ended twice; this is a bug in its transport", op.op_id)
+            return
+        log.info("transfer %d has stopped at last; its memory is free again", op.op_id)
+        self._engine.later(transfer._fall_quiet)
 
     def _fall_back(self, move: Move, error: KVFerryError) -> bool:
         """Whether another path takes over. Only for faults of the path, not of the request."""
@@ -207,6 +235,7 @@ class Moves:
         if move.place + 1 >= len(move.plan.paths) or self._clock.now() >= op.deadline:
             return False
         move.place += 1
+        move.stop_by = math.inf
         move.op = replace(op, stop=None, began_at=0.0)
         return True
 
@@ -242,7 +271,38 @@ class Moves:
         transport = self._transports[move.path.transport]
         op = move.op
         op.stop = op.stop or error
+        if move.stop_by == math.inf:
+            move.stop_by = self._clock.now() + STOP_S
+            self._add_deadline(move.stop_by, op.op_id)
         self._engine.later(lambda: transport.abort(op, error))
+
+    def _abandon(self, move: Move) -> None:
+        """End a transfer although its transport does not say that it stopped; under the lock."""
+        op, stop = move.op, move.op.stop
+        assert stop is not None
+        del self._running[op.op_id]
+        self.quarantine.add(move.transfer, op)
+        self.counts["failed"] += 1
+        error = type(stop)(
+            f"{stop.message}, and {move.path.transport} has not said within {STOP_S:g} s that it "
+            "stopped",
+            peer=op.peer.name,
+            path=move.path.name,
+            stage="stop",
+            fix="its memory stays reserved until the transport says so or the engine closes; this "
+            "is a bug in the transport, or its device lost a completion",
+        )
+        log.warning("transfer %d is over, its memory in quarantine: %s", op.op_id, str(error))
+        seconds = self._clock.now() - move.began
+        self._engine.later(lambda: move.transfer._finish(0, error, seconds, quiet=False))
+
+    def end_left(self) -> None:
+        """Every transport is closed, so nothing moves: whatever is left ends. Under the lock."""
+        for move in list(self._running.values()):
+            stop = move.op.stop or AbortedError("the engine is closing", stage="move")
+            self._settle(move, 0, stop)
+        for transfer in self.quarantine.release_all():
+            self._engine.later(transfer._fall_quiet)
 
     def abort_all(self) -> None:
         """The engine is closing; under the lock."""
@@ -263,7 +323,9 @@ class Moves:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, number = heapq.heappop(self._deadlines)
             move = self._running.get(number)
-            if move is not None:
+            if move is not None and move.stop_by <= now:
+                self._abandon(move)
+            elif move is not None and move.op.deadline <= now:
                 took = now - move.began
                 self._abort(move, DeadlineError(f"not complete after {took:.2f} s", stage="move"))
 

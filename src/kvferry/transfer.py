@@ -17,9 +17,10 @@ log = logging.getLogger(__name__)
 class Transfer:
     """Bytes under way between local and remote spans, to one end.
 
-    It ends exactly once, not later than its deadline plus the time that stopping takes (well under
-    a second). After the end nothing touches its memory any more; with an ``error`` the target's
-    bytes are undefined.
+    It ends exactly once, not later than its deadline plus the time that stopping takes (mostly well
+    under a second, at most ``moves.STOP_S``). With an ``error`` the target's bytes are undefined.
+    After the end nothing touches its memory any more, but for one case: its transport did not say
+    in time that it had stopped. Then the memory is quarantined until it does, see :meth:`is_quiet`.
 
     transfer_id: unique in the engine. write: whether local bytes go to the peer.
     nbytes: what it should move. bytes_done: what it has moved, known at the end.
@@ -34,6 +35,8 @@ class Transfer:
         "_event",
         "_lock",
         "_over",
+        "_quiet",
+        "_waiting_for_quiet",
         "bytes_done",
         "error",
         "nbytes",
@@ -65,6 +68,8 @@ class Transfer:
         self.error: KVFerryError | None = None
         self._cancel = cancel
         self._over = False
+        self._quiet = False
+        self._waiting_for_quiet: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._event: threading.Event | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
@@ -115,6 +120,21 @@ class Transfer:
                 return
         callback(self)
 
+    def is_quiet(self) -> bool:
+        """Whether nothing touches its memory any more, and never will. Never blocks.
+
+        True from the end on, unless the transport has not yet said that it stopped.
+        """
+        return self._quiet
+
+    def when_quiet(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` once nothing touches its memory any more, or now if that is so."""
+        with self._lock:
+            if not self._quiet:
+                self._waiting_for_quiet.append(callback)
+                return
+        callback()
+
     def __await__(self) -> Generator[Any, None, int]:
         """Await the end in an event loop; one wake-up of the loop."""
         loop = asyncio.get_running_loop()
@@ -138,17 +158,33 @@ class Transfer:
             raise
         return self.result()
 
-    def _finish(self, bytes_done: int, error: KVFerryError | None, seconds: float) -> None:
+    def _finish(
+        self, bytes_done: int, error: KVFerryError | None, seconds: float, *, quiet: bool = True
+    ) -> None:
         """Called by the engine, once."""
         self.bytes_done, self.error, self.seconds = bytes_done, error, seconds
         with self._lock:
             self._over = True
+            self._quiet = quiet  # Before anybody can see the end.
             callbacks, self._callbacks = self._callbacks, []
             if self._event is not None:
                 self._event.set()
         for callback in callbacks:
             try:
                 callback(self)
+            except Exception:
+                log.exception("a callback of %r failed", self)
+        if quiet:
+            self._fall_quiet()
+
+    def _fall_quiet(self) -> None:
+        """Called by the engine, once, when nothing touches the memory any more."""
+        with self._lock:
+            self._quiet = True
+            waiting, self._waiting_for_quiet = self._waiting_for_quiet, []
+        for callback in waiting:
+            try:
+                callback()
             except Exception:
                 log.exception("a callback of %r failed", self)
 

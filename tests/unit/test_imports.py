@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kvferry"
 TESTS = Path(__file__).parent
 
-CORE = "connections dials engine loop movers moves paths peers registry"
+CORE = "connections dials engine loop movers moves paths peers quarantine registry"
 """One layer in several files: the engine and what it is made of."""
 
 # What each part may import, besides itself. A part is a module, or a package with all in it.
@@ -36,7 +36,7 @@ ALLOWED = {
     "movers": "errors",
     "paths": "clock regions planner transports.base",
     **dict.fromkeys(
-        ("peers", "registry", "dials", "connections", "moves", "engine"),
+        ("peers", "registry", "dials", "connections", "moves", "quarantine", "engine"),
         "errors clock config regions sockets protocol memory transports planner transfer "
         f"deferring lanes kvferry {CORE}",
     ),
