@@ -35,12 +35,19 @@ class Child:
     """One worker process. Every method ends within its deadline."""
 
     def __init__(
-        self, python: Path, module: str, role: str, cores: str, env: dict[str, str], log: Path
+        self,
+        python: Path,
+        module: str,
+        role: str,
+        cores: str,
+        env: dict[str, str],
+        log: Path,
+        wrap: tuple[str, ...] = (),
     ) -> None:
         self.role = role
         self._log = log
         read_fd, write_fd = os.pipe()
-        command = [str(python), "-m", module, role, cores, str(write_fd)]
+        command = [*wrap, str(python), "-m", module, role, cores, str(write_fd)]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -56,22 +63,34 @@ class Child:
         self._answers_fd = read_fd
         self._buffer = b""
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(self, deadline_s: float = DEADLINE_S, **command: Any) -> dict[str, Any]:
         """Send one command and wait for its answer. HungError, or RivalError if it failed."""
+        self.send(**command)
+        return self.answer(command["do"], deadline_s)
+
+    def send(self, **command: Any) -> None:
+        """Send one command. RivalError if the process is gone."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._dead(command["do"]) from None
+
+    def answer(self, what: str, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+        """Wait for the answer to the command ``what``, sent before. Raises as :meth:`ask`."""
         end = time.monotonic() + deadline_s
         while b"\n" not in self._buffer:
             left = end - time.monotonic()
             if left <= 0 or not select.select([self._answers_fd], [], [], left)[0]:
-                raise HungError(f"hung: no answer to {command['do']} in {deadline_s:.0f} s")
+                raise HungError(f"hung: no answer to {what} in {deadline_s:.0f} s")
             data = os.read(self._answers_fd, 1 << 16)
             if not data:
-                raise self._dead(command["do"])
+                raise self._dead(what)
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
