@@ -11,6 +11,7 @@ from typing import Any
 from kvferry.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "KVFERRY_"
+CHECKSUMS = ("off", "sampled", "full")
 SECONDS_MAX = 1e6
 """Longest time that can be set, because it is the longest that a message may carry."""
 
@@ -30,6 +31,10 @@ class EngineConfig:
     lease_s: how long a claimed offer stays good without a sign of life.
     offer_s: how long an offer waits to be claimed.
     transfer_s: deadline of a transfer that names none.
+    stall_s: a path on which nothing moves for so long, although its peer lives, is given up; not
+        before one and a half heart-beats, which tell a stalled path from a frozen peer.
+    checksum: ``"off"``, ``"sampled"`` or ``"full"``: whether transfers are compared with the
+        owner's bytes afterwards, in part or entirely.
     transfers_max: transfers in flight at once; one more is a BusyError.
     peers_max: connections at once.
     lanes_max: streams per peer and streamed transport.
@@ -53,6 +58,8 @@ class EngineConfig:
     lease_s: float = 5.0
     offer_s: float = 60.0
     transfer_s: float = 30.0
+    stall_s: float = 2.0
+    checksum: str = "off"
     transfers_max: int = 4096
     peers_max: int = 1024
     lanes_max: int = 2
@@ -72,6 +79,8 @@ class EngineConfig:
                     raise ConfigError(f"{field.name}={value!r}: must be greater than 0")
                 if field.name.endswith("_s") and value > SECONDS_MAX:
                     raise ConfigError(f"{field.name}={value!r}: at most {SECONDS_MAX:g} s")
+        if self.checksum not in CHECKSUMS:
+            raise ConfigError(f"checksum={self.checksum!r}: must be one of {', '.join(CHECKSUMS)}")
         if self.lost_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"lost_s={self.lost_s:g} with heartbeat_s={self.heartbeat_s:g}: one lost "

@@ -376,6 +376,11 @@ class Connections:
     def has(self, incarnation: bytes) -> bool:
         return any(peer.is_open() for peer in self._peers.get(incarnation, []))
 
+    def heard_at(self, incarnation: bytes) -> float:
+        """When any connection to an incarnation last heard it; minus infinity if there is none."""
+        peers = self._peers.get(incarnation, [])
+        return max((peer.session.heard_at for peer in peers), default=float("-inf"))
+
     def find(self, incarnation: bytes) -> Peer:
         """The connection to use for an incarnation. Raises PeerLostError."""
         for peer in self._peers.get(incarnation, []):

@@ -18,6 +18,7 @@
     |   `-- BoundsError         spans lie outside the region, or the two sides differ in length
     |-- TransferError           one transfer ended without moving all of its bytes
     |   |-- DeadlineError       the deadline passed
+    |   |-- StallError          nothing moved for too long, although the peer lives
     |   |-- AbortedError        it was cancelled
     |   |-- CorruptError        bytes arrived that are not those that were sent
     |   `-- NoPathError         no transport can serve this pair; carries the planner's reasons
@@ -44,10 +45,12 @@ class KVFerryError(Exception):
     bytes_done: bytes known to have arrived before the failure; 0 or more.
     fix: the likely remedy, a sentence, or "".
     retryable: whether the same call may succeed later without any change.
+    attempts: why earlier paths of the same transfer failed, a sentence each, in order.
     """
 
     retryable = False
     code = "error"
+    attempts: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -81,6 +84,8 @@ class KVFerryError(Exception):
         text = self.message
         if where:
             text += f" ({', '.join(where)})"
+        if self.attempts:
+            text += f"; before it: {', '.join(self.attempts)}"
         if self.fix:
             text += f"; {self.fix}"
         return text
@@ -101,6 +106,7 @@ class KVFerryError(Exception):
             "bytes_done": self.bytes_done,
             "fix": self.fix,
             "retryable": self.retryable,
+            "attempts": list(self.attempts),
         }
 
     def located(
@@ -210,6 +216,17 @@ class DeadlineError(TransferError):
     code = "deadline"
 
 
+class StallError(TransferError):
+    """No byte moved on a path for ``stall_s``, although the peer answers on its session.
+
+    The path is demoted, and the rest of the deadline is given to the next one; this error is left
+    when there is none.
+    """
+
+    code = "stall"
+    retryable = True
+
+
 class AbortedError(TransferError):
     """The transfer was cancelled and has stopped; its destination bytes are undefined."""
 
@@ -284,6 +301,7 @@ _BY_CODE: dict[str, type[KVFerryError]] = {
         BoundsError,
         TransferError,
         DeadlineError,
+        StallError,
         AbortedError,
         CorruptError,
     )

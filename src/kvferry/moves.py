@@ -24,7 +24,9 @@ from kvferry.errors import (
     PeerLostError,
     RegistrationError,
     StaleRegionError,
+    StallError,
 )
+from kvferry.loop import TICK_S
 from kvferry.paths import Paths
 from kvferry.planner import Plan, RankedPath
 from kvferry.quarantine import Quarantine
@@ -43,7 +45,7 @@ milliseconds, lanes within a tenth of a second; memory of what takes longer is q
 """
 RATE_FROM_BYTES = 1 << 20
 """Smaller transfers say nothing about a path's speed."""
-PATH_FAULTS = frozenset({"unreachable", "protocol", "corrupt"})
+PATH_FAULTS = frozenset({"unreachable", "protocol", "stall", "corrupt"})
 """Error codes that are a fault of the path and not of the request."""
 
 
@@ -51,7 +53,8 @@ class Move:
     """A transfer and the path it is on.
 
     op: the attempt that runs now; each attempt has its own, so that what a transport says of an
-    earlier one is known for that. place: its path's index in the plan.
+    earlier one is known for that. place: its path's index in the plan. attempts: how the paths
+    before it failed. stop: why the whole transfer should end, not only the attempt.
     """
 
     def __init__(self, transfer: Transfer, op: Operation, plan: Plan, began: float) -> None:
@@ -60,11 +63,27 @@ class Move:
         self.plan = plan
         self.began = began
         self.place = 0
+        self.attempts: list[str] = []
+        self.stop: KVFerryError | None = None
+        self._quiet: tuple[float, float] = (0.0, 0.0)
         self.stop_by = math.inf  # Set when it is told to stop: it is waited for so long.
 
     @property
     def path(self) -> RankedPath:
         return self.plan.paths[self.place]
+
+    def is_quiet(self, now: float, limit_s: float) -> bool:
+        """Whether nothing has moved for ``limit_s``, seen twice.
+
+        When this very process was frozen, the first look comes before its lanes could read what
+        has arrived meanwhile.
+        """
+        moved_at = self.op.moved_at
+        if not moved_at or now - moved_at < limit_s or self.op.stop is not None:
+            return False
+        if self._quiet[0] != moved_at:
+            self._quiet = (moved_at, now)
+        return now - self._quiet[1] >= TICK_S
 
 
 class Moves:
@@ -198,6 +217,8 @@ class Moves:
                     fix="allow another transport: this one has a bug",
                 )
             if error is not None:
+                if isinstance(error, StallError):
+                    error = move.stop or error
                 again = self._fall_back(move, error)
             if not again:
                 self._settle(move, bytes_done, error)
@@ -217,7 +238,8 @@ class Moves:
         """Whether another path takes over. Only for faults of the path, not of the request."""
         op, path = move.op, move.path
         fault = isinstance(error, (PeerLostError, RegistrationError)) or error.code in PATH_FAULTS
-        if not fault or op.stop is not None or self._engine.is_closed:
+        stopped = move.stop or (None if isinstance(op.stop, StallError) else op.stop)
+        if not fault or stopped is not None or self._engine.is_closed:
             return False
         if not self._engine.connections.has(op.remote.peer):
             return False
@@ -234,9 +256,10 @@ class Moves:
         )
         if move.place + 1 >= len(move.plan.paths) or self._clock.now() >= op.deadline:
             return False
+        move.attempts.append(f"{path.name}: {error.message}")
         move.place += 1
         move.stop_by = math.inf
-        move.op = replace(op, stop=None, began_at=0.0)
+        move.op = replace(op, stop=None, began_at=0.0, moved_at=0.0)
         return True
 
     def _settle(self, move: Move, bytes_done: int, error: KVFerryError | None) -> None:
@@ -257,6 +280,7 @@ class Moves:
             error.located(
                 peer=op.peer.name, path=transfer.path, stage="move", bytes_done=bytes_done
             )
+            error.attempts = tuple(move.attempts)
         self._engine.later(lambda: transfer._finish(bytes_done, error, seconds))
 
     # -- aborts and time ----------------------------------------------------------------------
@@ -268,6 +292,11 @@ class Moves:
                 self._abort(move, AbortedError("the transfer was cancelled", stage="move"))
 
     def _abort(self, move: Move, error: KVFerryError) -> None:
+        """End a transfer as soon as its path has stopped."""
+        move.stop = move.stop or error
+        self._abort_attempt(move, error)
+
+    def _abort_attempt(self, move: Move, error: KVFerryError) -> None:
         transport = self._transports[move.path.transport]
         op = move.op
         op.stop = op.stop or error
@@ -319,7 +348,7 @@ class Moves:
         self._paths.forget(peer.incarnation)
 
     def tick(self, now: float) -> None:
-        """Deadlines; under the lock."""
+        """Deadlines and stalls; under the lock."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, number = heapq.heappop(self._deadlines)
             move = self._running.get(number)
@@ -328,6 +357,33 @@ class Moves:
             elif move is not None and move.op.deadline <= now:
                 took = now - move.began
                 self._abort(move, DeadlineError(f"not complete after {took:.2f} s", stage="move"))
+
+        config = self._engine.config
+        limit_s = max(config.stall_s, 1.5 * config.heartbeat_s + 2 * TICK_S)
+        for move in self._running.values():
+            if move.is_quiet(now, limit_s):
+                self._end_stall(move, now, limit_s)
+
+    def _end_stall(self, move: Move, now: float, limit_s: float) -> None:
+        """Give up a path that stands still; not if it is the peer that does.
+
+        A frozen peer is silent on its session too, and would be on any other path: the session
+        ends it in time, or it thaws. A live one is heard at each heart-beat, give or take the
+        ticks of both sides.
+        """
+        op = move.op
+        if now - self._engine.connections.heard_at(op.remote.peer) >= limit_s:
+            return
+        self._abort_attempt(
+            move,
+            StallError(
+                f"nothing moved for {now - op.moved_at:.1f} s, although the peer answers on its "
+                "session",
+                stage="move",
+                fix="something between the two drops this path's packets (a firewall, an MTU "
+                "that differs), or the peer is overloaded: then raise stall_s",
+            ),
+        )
 
     def due(self) -> float:
         """When :meth:`tick` has a deadline to look at; infinity if there is none."""

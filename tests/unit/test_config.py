@@ -57,7 +57,7 @@ def test_an_argument_wins_and_hides_a_bad_value() -> None:
 def test_every_field_can_be_set_by_the_environment() -> None:
     good = {bool: "yes", float: "30", int: "64", str: "x", tuple: "tcp"}
     for field in fields(EngineConfig):
-        text = {"ring_bytes": "8192"}.get(field.name, good[type(field.default)])
+        text = {"ring_bytes": "8192", "checksum": "full"}.get(field.name, good[type(field.default)])
         key = "KVFERRY_" + field.name.upper()
         others = {"lost_s": 100.0} if field.name == "heartbeat_s" else {}
         found = getattr(EngineConfig.from_environment({key: text}, **others), field.name)

@@ -159,6 +159,11 @@ class Session:
             return self._began_at + self._timing.hello_s
         return min(self._heard_at + self._timing.lost_s, self._spoke_at + self._timing.heartbeat_s)
 
+    @property
+    def heard_at(self) -> float:
+        """When the peer was last heard, by the clock of the caller."""
+        return self._heard_at
+
     # -- what to send -----------------------------------------------------------------------
 
     def send(self, message: Message, now: float, fds: tuple[int, ...] = ()) -> None:

@@ -111,6 +111,9 @@ class Operation:
     inside their regions, all lengths positive. ``deadline`` is in the engine's clock. ``stop`` is
     set when the operation should end early; whoever moves bytes looks at it between pieces.
     ``began_at`` is set by the transport when bytes begin to move: waiting is not slowness.
+    ``moved_at`` is set, in the engine's clock, when the peer or the hardware is asked to move
+    bytes, and again whenever some have moved: an operation on which it stays the same for too long
+    is aborted with a StallError. While it is 0, as on paths that cannot stall, nobody looks.
     """
 
     op_id: int
@@ -125,6 +128,7 @@ class Operation:
     deadline: float
     stop: KVFerryError | None = None
     began_at: float = 0.0
+    moved_at: float = 0.0
 
     def local_addresses(self) -> U64:
         return self.local_offsets.view("u8") + self.local.address

@@ -17,23 +17,39 @@ CHECK_BYTES = 16 << 20
 """Loops that make progress look at the clock after so many bytes."""
 
 
-class Stoppable(Protocol):
-    """What a watch looks at; ``stop`` says why the move should end."""
+class Watched(Protocol):
+    """What a watch looks after: ``stop`` says why the move should end."""
 
     @property
     def stop(self) -> KVFerryError | None: ...
 
+    def moved(self) -> None:
+        """Something moves: a path on which this is not heard for long has stalled."""
+
 
 class Watch:
-    """What a blocking move looks at between system calls: may it go on?"""
+    """What a blocking move looks at between system calls: may it go on?
 
-    def __init__(self, services: Services, deadline: float, op: Stoppable | None = None) -> None:
+    bytes_done: counted up by whoever moves bytes, which is also the sign that the path is alive.
+    """
+
+    def __init__(self, services: Services, deadline: float, op: Watched | None = None) -> None:
         self._services = services
         self._op = op
         self.deadline = deadline
         self.closing = False
-        self.bytes_done = 0
+        self._bytes_done = 0
         self._checked = 0
+
+    @property
+    def bytes_done(self) -> int:
+        return self._bytes_done
+
+    @bytes_done.setter
+    def bytes_done(self, nbytes: int) -> None:
+        self._bytes_done = nbytes
+        if self._op is not None:
+            self._op.moved()
 
     def check(self) -> None:
         """Raise what should end the move: a stop, the closing of the lane, the deadline."""

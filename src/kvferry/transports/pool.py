@@ -56,6 +56,9 @@ class Whole:
         """Why its parts should end: the operation was stopped, or another part has failed."""
         return self.op.stop or self._error
 
+    def moved(self) -> None:
+        self.op.moved_at = self._services.clock.now()
+
     def cut(self, lanes: int) -> list[Part]:
         op = self.op
         if lanes < 2 or op.nbytes < SPLIT_FROM_BYTES or op.lengths.size < lanes:
@@ -241,7 +244,7 @@ class _Lane:
             lengths=lengths.tobytes(),
             deadline_s=min(max(op.deadline - self.pool.services.clock.now(), 0.0), 1e6),
         )
-        channel = self._begin(head, nbytes, watch)
+        channel = self._begin(head, nbytes, part.whole, watch)
         op.began_at = op.began_at or self.pool.services.clock.now()
         addresses = op.local_addresses()[span]
         if op.write:
@@ -250,11 +253,12 @@ class _Lane:
         else:
             channel.receive_spans(addresses, lengths, watch)
 
-    def _begin(self, head: Move, nbytes: int, watch: Watch) -> Channel:
+    def _begin(self, head: Move, nbytes: int, whole: Whole, watch: Watch) -> Channel:
         """Send the head and get its Ready, on a fresh lane if the kept one turns out dead."""
         for last in (False, True):
             kept = self.channel is not None
             channel = self._open(watch)
+            whole.moved()
             try:
                 channel.send_message(head, watch)
                 reply = channel.receive_message(watch)
