@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 LogLine = Callable[[str, str], None]
 """Takes the name of a process, such as ``prefill-0``, and one line without its end."""
 
+Dress = Callable[[str, Sequence[str]], Sequence[str]]
+"""Takes the name of a process and its command; returns what is started instead."""
+
 _READY = "ready http"
 _LINE_BYTES_MAX = 64 << 10
 _LAST_LINES = 15
@@ -51,7 +54,7 @@ if sys.platform.startswith("linux"):
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the launcher is gone")
-os.execv(sys.argv[2], sys.argv[2:])
+os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -88,6 +91,9 @@ class Fleet:
     engine_flags, router_flags: more arguments for each engine, for the router.
     start_s, stop_s: deadlines, in seconds, for all to become healthy and for all to end.
     command: the program whose ``engine`` and ``route`` commands are started.
+    dress: is given a process's name and its command, at each of its starts, and returns what to
+        start instead: the same within a namespace, with more flags, under other limits. What it
+        puts in front must become the command (``exec``) and not start it as a child.
     """
 
     def __init__(
@@ -106,6 +112,7 @@ class Fleet:
         start_s: float = 180.0,
         stop_s: float = 15.0,
         command: Sequence[str] = (sys.executable, "-m", "kvferry.cli.main"),
+        dress: Dress | None = None,
     ) -> None:
         if prefill < 0 or decode < 1:
             raise UsageError(
@@ -121,6 +128,7 @@ class Fleet:
         self._engine_flags, self._router_flags = list(engine_flags), list(router_flags)
         self._start_s, self._stop_s = start_s, stop_s
         self._command = list(command)
+        self._dress = dress
         self._children: dict[str, _Child] = {}
         self._interrupted = False
         self._socket_dir = ""
@@ -142,6 +150,11 @@ class Fleet:
     @property
     def decode_urls(self) -> list[str]:
         return self._urls("decode-")
+
+    @property
+    def socket_dir(self) -> str:
+        """Where the engines' Unix sockets lie; "" while nothing runs."""
+        return self._socket_dir
 
     @property
     def processes(self) -> dict[str, subprocess.Popen[bytes]]:
@@ -233,6 +246,8 @@ class Fleet:
     def _popen(self, name: str, argv: list[str], port: int) -> subprocess.Popen[bytes]:
         assert self._spawner is not None
         guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
+        if self._dress is not None:
+            argv = list(self._dress(name, argv))
         self._log("kvferry", f"starting {name}")
 
         def spawn() -> subprocess.Popen[bytes]:

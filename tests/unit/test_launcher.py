@@ -100,6 +100,22 @@ def test_it_starts_all_names_them_and_stops_them():
     made.stop()
 
 
+def test_a_process_starts_as_it_is_dressed_and_each_start_asks_anew():
+    greetings = iter(["first", "second"])
+
+    def dress(name, argv):
+        return argv if name == "router" else ["env", f"GREETING={next(greetings)}", *argv]
+
+    made, lines = fleet(prefill=0, dress=dress)
+    with made:
+        pid = made.processes["decode-0"].pid
+        made.restart("decode-0")
+        assert made.processes["decode-0"].pid != pid
+        wanted = ["greeting first", "greeting second"]
+        assert [line for line in lines.of("decode-0") if line in wanted] == wanted
+        assert "greeting None" in lines.of("router")
+
+
 def test_a_child_that_ends_early_is_named_with_its_last_words():
     made, _ = fleet("dies")
     with pytest.raises(PeerLostError, match=r"decode-0 ended with exit code 3.*no such weights"):
