@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SETUP  := .stamps/setup
 
-.PHONY: setup demo test check bench stress clean help
+.PHONY: setup demo test check bench bench-failures stress clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -29,6 +29,9 @@ check: setup     ## style, types, size of the code
 
 bench: setup     ## measure against peers and limits; table and JSON
 	$(BIN)/python -m benchmarks
+
+bench-failures: setup  ## break things under kvferry and its peers; table and JSON
+	$(BIN)/python -m benchmarks.failures
 
 stress: setup    ## at least five minutes of load, leavers and killed processes
 	$(BIN)/python -m pytest -m stress -s
