@@ -29,7 +29,16 @@ from kvferry.errors import (
     from_code,
 )
 from kvferry.loop import READ, WRITE
-from kvferry.protocol.messages import Describe, Description, Failure, Hello, Message, Ping, Pong
+from kvferry.protocol.messages import (
+    Describe,
+    Description,
+    Digests,
+    Failure,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+)
 from kvferry.protocol.session import Closed, Event, Opened, Received, Session
 from kvferry.sockets import Address
 from kvferry.transports.base import Export, PeerView, RemoteRegion
@@ -47,6 +56,9 @@ HEAR_OUT_MAX = 256
 """Reads from a broken connection before it is closed."""
 DESCRIPTORS_HELD_MAX = 256
 """Descriptors that a peer may send ahead of the messages they belong to."""
+
+STOPPED_HEARTBEATS = 1.5
+"""After so many heart-beats of silence it is asked whether the peer's process is stopped."""
 
 REF = struct.Struct("<Q16s")
 """A region's reference, as owners hand it around: id and token."""
@@ -235,6 +247,9 @@ class Peer:
                     self._end_broken()
 
     def tick(self, now: float) -> None:
+        if self._is_stopped(now):
+            self.end(self.session.suspended(now))
+            return
         self._handle(self.session.tick(now))
         if self.lost is None:
             self.flush()
@@ -247,6 +262,16 @@ class Peer:
                 fix="it is overloaded, frozen or cut off; its log may say more",
             )
             self.engine.later(call_later(reply, None, error))
+
+    def _is_stopped(self, now: float) -> bool:
+        """Whether the silent process at the other end is stopped, as far as the system tells.
+
+        Silence alone is no proof: it may compute for long and hold its interpreter lock.
+        """
+        patience_s = STOPPED_HEARTBEATS * self.engine.config.heartbeat_s
+        if not self.is_unix or self.session.silence_s(now) < patience_s:
+            return False
+        return sockets.is_stopped(sockets.peer_pid(self.sock))
 
     def _read(self) -> bool:
         """Take what is there; whether there may be more."""
@@ -294,7 +319,7 @@ class Peer:
             return
         for fd in fds:
             os.close(fd)
-        if isinstance(message, (Pong, Failure)):
+        if isinstance(message, (Pong, Digests, Failure)):
             pending = self._pending.pop(message.request_id, None)
             if pending is not None:
                 error = None

@@ -375,11 +375,35 @@ def hang_up(sock: socket.socket) -> None:
 
 def peer_uid(sock: socket.socket) -> int | None:
     """User id of the process at the other end of a Unix socket; None where it cannot be told."""
+    found = _credentials(sock)
+    return found[1] if found else None
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """Process id at the other end of a Unix socket; 0 where it cannot be told.
+
+    That is so for TCP, and for a process of a container whose processes are not seen here.
+    """
+    found = _credentials(sock)
+    return found[0] if found else 0
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int] | None:
     if sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return None
     size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(uid)
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(pid), int(uid)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped by a signal, as by SIGSTOP. False if unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            # The name comes before, in brackets, and may hold anything.
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def host_id() -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 import socket
+import subprocess
 import threading
 from contextlib import closing, suppress
 from pathlib import Path
@@ -372,3 +374,21 @@ def test_only_the_same_user_or_root_is_trusted(
     left, right = socket.socketpair()
     with left, right:
         assert (sockets.stranger(left) is None) == is_trusted
+
+
+def test_the_process_of_a_unix_peer_is_known_and_of_a_tcp_peer_is_not() -> None:
+    here, there = socket.socketpair(socket.AF_UNIX)
+    with here, there, socket.socket() as tcp:
+        assert sockets.peer_pid(here) == os.getpid()
+        assert sockets.peer_pid(tcp) == 0
+
+
+def test_a_stopped_process_is_told_from_a_sleeping_one() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not sockets.is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert sockets.is_stopped(process.pid)
+        process.kill()
+    assert not sockets.is_stopped(process.pid)
+    assert not sockets.is_stopped(0)

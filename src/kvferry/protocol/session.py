@@ -4,7 +4,7 @@ Bytes go in by :meth:`Session.receive`, time by :meth:`Session.tick`; what happe
 events, and what must be sent by :meth:`Session.data_to_send`. Nothing here blocks or fails for
 reasons of the network; a bad peer closes the session with an error that says what it did.
 
-States: ``HELLO`` (ours is queued, theirs is awaited) -> ``OPEN`` -> ``CLOSED``.
+States: ``HELLO`` (hellos and proofs are exchanged) -> ``OPEN`` -> ``CLOSED``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from kvferry.errors import (
     PeerLostError,
     ProtocolError,
     UnreachableError,
-    from_code,
 )
 from kvferry.protocol import framing, messages
-from kvferry.protocol.messages import Hello, Message, Ping, Pong, Reject
+from kvferry.protocol.auth import CalleeGreeting, CallerGreeting, Keys
+from kvferry.protocol.messages import (
+    Challenge,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Proof,
+    Reject,
+)
 
 
 class State(Enum):
@@ -32,7 +40,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The peer's hello was accepted."""
+    """The peer's hello was accepted, and its proof where a cluster key is set."""
 
     hello: Hello
 
@@ -60,7 +68,7 @@ class Timing:
 
     heartbeat_s: silence after which we say something.
     lost_s: silence after which the peer counts as lost; several heart-beats.
-    hello_s: how long the hello may take.
+    hello_s: how long the hello may take, proofs included.
     """
 
     heartbeat_s: float = 1.0
@@ -72,10 +80,18 @@ class Session:
     """The state of one connection.
 
     hello: what we say. ``caller`` is the side that connected; it speaks first, so that a listener
-    tells a stranger nothing.
+    tells a stranger nothing. With ``keys`` both sides must prove that they hold the cluster key.
     """
 
-    def __init__(self, hello: Hello, *, caller: bool, timing: Timing, now: float) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        *,
+        caller: bool,
+        timing: Timing,
+        now: float,
+        keys: Keys | None = None,
+    ) -> None:
         self.state = State.HELLO
         self.peer_name = ""
         self._hello = hello
@@ -86,8 +102,10 @@ class Session:
         self._heard_at = now
         self._spoke_at = now
         self._began_at = now
-        if caller:
-            self._queue(hello)
+        self._calling = CallerGreeting(hello, keys) if caller else None
+        self._answering = None if caller else CalleeGreeting(hello.incarnation, keys)
+        if self._calling is not None:
+            self._queue_payload(self._calling.payload)
 
     # -- what happened ----------------------------------------------------------------------
 
@@ -100,7 +118,10 @@ class Session:
         try:
             for frame in self._decoder.feed(data):
                 message = messages.unpack(frame.payload)
-                self._take(message, frame.descriptors, events, now)
+                if self.state is State.HELLO:
+                    self._greet(message, frame, events)
+                else:
+                    self._take(message, frame.descriptors, events, now)
         except KVFerryError as error:
             if self.state is State.HELLO and not self._caller:
                 self._queue(Reject(error.code, messages.explain(error)))
@@ -120,6 +141,23 @@ class Session:
             error = PeerLostError(
                 why, fix="the peer's process ended or cut the connection; see its log"
             )
+        return [self._close(error)]
+
+    def silence_s(self, now: float) -> float:
+        """How long nothing has come from the peer."""
+        return now - self._heard_at
+
+    def suspended(self, now: float) -> list[Event]:
+        """The system says that the peer's process does not run: no word will come from it."""
+        if self.state is State.CLOSED:
+            return []
+        what = "said no hello" if self.state is State.HELLO else "said nothing"
+        kind = UnreachableError if self.state is State.HELLO else PeerLostError
+        error = kind(
+            f"the peer's process is stopped, as by SIGSTOP, and {what} "
+            f"for {self.silence_s(now):.1f} s",
+            fix="have it go on (kill -CONT), then connect again",
+        )
         return [self._close(error)]
 
     def tick(self, now: float) -> list[Event]:
@@ -173,9 +211,14 @@ class Session:
         self._queue(message, fds)
         self._spoke_at = now
 
-    def accept(self, now: float) -> None:
-        """Answer an accepted hello (callee only) with our own."""
-        self._queue(self._hello)
+    def accept(self, now: float, hello: Hello | None = None) -> None:
+        """Answer an accepted hello (callee only) with our own, or the one given instead."""
+        assert self._answering is not None
+        payload = messages.pack(hello or self._hello)
+        self._queue_payload(payload)
+        proof = self._answering.proof(payload)
+        if proof is not None:
+            self._queue(proof)
         self._spoke_at = now
 
     def reject(self, error: KVFerryError) -> list[Event]:
@@ -193,42 +236,39 @@ class Session:
     # -- inside -----------------------------------------------------------------------------
 
     def _take(self, message: Any, descriptors: int, events: list[Event], now: float) -> None:
-        if self.state is State.HELLO:
-            self._take_hello(message, descriptors, events)
-        elif isinstance(message, Ping):
+        if isinstance(message, Ping):
             _no_descriptors(message, descriptors)
             self._queue(Pong(message.request_id))
             self._spoke_at = now
-        elif isinstance(message, Hello):
-            raise ProtocolError("a second hello on an open session")
+        elif isinstance(message, (Hello, Challenge, Proof)):
+            raise ProtocolError(f"a second {type(message).__name__.lower()} on an open session")
         elif isinstance(message, Pong) and message.request_id == 0:
             _no_descriptors(message, descriptors)
         else:
             events.append(Received(message, descriptors))
 
-    def _take_hello(self, message: Any, descriptors: int, events: list[Event]) -> None:
-        if isinstance(message, Reject) and self._caller:
-            raise from_code(message.code, message.message, stage="connect")
-        if not isinstance(message, Hello):
-            raise ProtocolError(f"expected a hello, got {type(message).__name__}")
-        if self._caller or message.purpose == "control":
-            _no_descriptors(message, descriptors)
-        wanted = self._hello.expected if self._caller else message.expected
-        actual = message.incarnation if self._caller else self._hello.incarnation
-        if wanted and wanted != actual:
-            raise PeerLostError(
-                "another engine answers at this address now: the one that was meant is gone",
-                stage="connect",
-                fix="it was restarted; what it offered is lost and must be computed again",
-            )
-        self.state = State.OPEN
-        self.peer_name = message.name
-        self._decoder.limit = framing.CONTROL_BYTES_MAX
-        events.append(Opened(message))
+    def _greet(self, message: Any, frame: framing.Frame, events: list[Event]) -> None:
+        """One message of the greeting; opens the session after the last."""
+        greeting = self._calling or self._answering
+        assert greeting is not None
+        # Only who opens a lane may pass descriptors, and only with its hello.
+        is_lane = isinstance(message, Hello) and message.purpose != "control"
+        if self._caller or not is_lane:
+            _no_descriptors(message, frame.descriptors)
+        answer = greeting.take(message, frame.payload)
+        if answer is not None:
+            self._queue(answer)
+        if greeting.hello is not None:
+            self.state = State.OPEN
+            self.peer_name = greeting.hello.name
+            self._decoder.limit = framing.CONTROL_BYTES_MAX
+            events.append(Opened(greeting.hello))
 
     def _queue(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        frame = framing.encode(messages.pack(message), descriptors=len(fds))
-        self._out.append((frame, fds))
+        self._queue_payload(messages.pack(message), fds)
+
+    def _queue_payload(self, payload: bytes, fds: tuple[int, ...] = ()) -> None:
+        self._out.append((framing.encode(payload, descriptors=len(fds)), fds))
 
     def _close(self, error: KVFerryError) -> Closed:
         self.state = State.CLOSED

@@ -356,3 +356,19 @@ def test_there_is_exactly_one_end_and_nothing_after_it(
             pair.advance(argument)  # type: ignore[arg-type]
     end_of(side)
     assert sum(isinstance(event, Opened) for event in side.events) <= 1
+
+
+def test_a_stopped_process_is_unreachable_before_its_hello_and_lost_after_it() -> None:
+    pair = opened()
+    session, now = pair.caller.session, 10.0
+    end = session.suspended(now - session.silence_s(now) + 1.5)[-1]
+    assert isinstance(end, Closed)
+    assert isinstance(end.error, PeerLostError)
+    assert "is stopped, as by SIGSTOP, and said nothing for 1.5 s" in str(end.error)
+    assert session.suspended(9.0) == []
+    waiting = Session(hello(), caller=True, timing=Timing(), now=4.0)
+    assert waiting.silence_s(5.5) == 1.5
+    (unreachable,) = waiting.suspended(5.5)
+    assert isinstance(unreachable, Closed)
+    assert isinstance(unreachable.error, UnreachableError)
+    assert "said no hello for 1.5 s" in str(unreachable.error)
