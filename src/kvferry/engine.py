@@ -16,7 +16,7 @@ from typing import Any
 
 from kvferry import transports
 from kvferry.clock import Clock, SystemClock
-from kvferry.config import EngineConfig
+from kvferry.config import CHECKSUMS, EngineConfig
 from kvferry.connections import Connections
 from kvferry.deferring import DeferringLock
 from kvferry.errors import (
@@ -25,6 +25,7 @@ from kvferry.errors import (
     PeerLostError,
     UsageError,
 )
+from kvferry.integrity import Answers
 from kvferry.loop import TICK_S, ControlLoop
 from kvferry.memory.host import address_of, allocate_shared
 from kvferry.movers import Movers
@@ -32,7 +33,7 @@ from kvferry.moves import Moves
 from kvferry.paths import Paths
 from kvferry.peers import REF, Peer
 from kvferry.planner import Plan
-from kvferry.protocol.messages import Describe, Notify, RegionGone
+from kvferry.protocol.messages import Describe, Notify, RegionGone, Verify
 from kvferry.regions import READ, READ_WRITE, Region, Spans, check_bounds, pair
 from kvferry.registry import Registration, Registry
 from kvferry.sockets import Address
@@ -90,6 +91,7 @@ class Engine:
             raise
         self.host = self.connections.host
         paths = Paths(self._transports, self.clock, process=self.process, host=self.host)
+        self._answers = Answers(self)
         self.moves = Moves(self, self._transports, paths, self.clock)
         opened: list[Transport] = []
         try:
@@ -293,14 +295,18 @@ class Engine:
         remote_spans: Spans,
         *,
         deadline_s: float | None = None,
+        checksum: str | None = None,
     ) -> Transfer:
         """Fill local spans with the bytes of the peer's remote spans, in order.
 
-        Both lists must cover the same number of bytes; they may be cut differently. Returns at
-        once, or after the copy when it is short. Raises BoundsError, NoPathError (with the
-        reasons), BusyError, PeerLostError; what fails later is in the transfer.
+        Both lists must cover the same number of bytes; they may be cut differently. checksum:
+        "off", "sampled" or "full", default is the engine's; then bytes that differ from the
+        owner's are read once more by the next path, and are a CorruptError after that, and no local
+        byte may be named twice. Returns at once, or after the copy when it is short. Raises
+        BoundsError, NoPathError (with the reasons), BusyError, PeerLostError; what fails later is
+        in the transfer.
         """
-        return self._start(local, local_spans, remote, remote_spans, False, deadline_s)
+        return self._start(local, local_spans, remote, remote_spans, False, deadline_s, checksum)
 
     def write(
         self,
@@ -310,13 +316,14 @@ class Engine:
         remote_spans: Spans,
         *,
         deadline_s: float | None = None,
+        checksum: str | None = None,
     ) -> Transfer:
         """Fill the peer's remote spans with local bytes; the counterpart of :meth:`read`.
 
         The remote region must be registered ``"read-write"``. After a failure the peer's bytes are
-        undefined.
+        undefined. With a checksum, bytes that differ are a CorruptError.
         """
-        return self._start(local, local_spans, remote, remote_spans, True, deadline_s)
+        return self._start(local, local_spans, remote, remote_spans, True, deadline_s, checksum)
 
     def plan(
         self,
@@ -359,8 +366,12 @@ class Engine:
         remote_spans: Spans,
         write: bool,
         deadline_s: float | None,
+        checksum: str | None,
     ) -> Transfer:
         self.check_open()
+        checksum = self.config.checksum if checksum is None else checksum
+        if checksum not in CHECKSUMS:
+            raise UsageError(f"checksum={checksum!r}: must be one of {', '.join(CHECKSUMS)}")
         region = local.region if isinstance(local, Registration) else local
         check_bounds(local_spans, region.nbytes, what="local")
         check_bounds(remote_spans, remote.nbytes, what="remote")
@@ -368,7 +379,7 @@ class Engine:
         limit_s = self.config.transfer_s if deadline_s is None else deadline_s
         if limit_s != limit_s:
             raise UsageError("deadline_s is not a number")
-        return self.moves.start(region, remote, spans, write, self.clock.now() + limit_s)
+        return self.moves.start(region, remote, spans, write, self.clock.now() + limit_s, checksum)
 
     # -- what transports call ----------------------------------------------------------------
 
@@ -432,6 +443,8 @@ class Engine:
             callback = self.on_notify
             if callback is not None:
                 self.later(lambda: callback(peer, message.body))
+        elif isinstance(message, Verify):
+            self._answers.asked(peer, message)
         elif not self.connections.on_message(peer, message) and self.handoff is not None:
             self.handoff.on_message(peer, message)
 

@@ -26,6 +26,7 @@ from kvferry.errors import (
     StaleRegionError,
     StallError,
 )
+from kvferry.integrity import Verification
 from kvferry.loop import TICK_S
 from kvferry.paths import Paths
 from kvferry.planner import Plan, RankedPath
@@ -54,15 +55,22 @@ class Move:
 
     op: the attempt that runs now; each attempt has its own, so that what a transport says of an
     earlier one is known for that. place: its path's index in the plan. attempts: how the paths
-    before it failed. stop: why the whole transfer should end, not only the attempt.
+    before it failed. stop: why the whole transfer should end, not only the attempt. checksum:
+    whether its bytes are compared with the owner's when they have moved.
     """
 
-    def __init__(self, transfer: Transfer, op: Operation, plan: Plan, began: float) -> None:
+    def __init__(
+        self, transfer: Transfer, op: Operation, plan: Plan, began: float, checksum: str
+    ) -> None:
         self.transfer = transfer
         self.op = op
         self.plan = plan
         self.began = began
         self.place = 0
+        self.checksum = checksum
+        self.verification: Verification | None = None
+        self.moving_s = 0.0
+        self.was_corrupt = False
         self.attempts: list[str] = []
         self.stop: KVFerryError | None = None
         self._quiet: tuple[float, float] = (0.0, 0.0)
@@ -79,7 +87,12 @@ class Move:
         has arrived meanwhile.
         """
         moved_at = self.op.moved_at
-        if not moved_at or now - moved_at < limit_s or self.op.stop is not None:
+        if (
+            not moved_at
+            or self.verification is not None
+            or now - moved_at < limit_s
+            or self.op.stop is not None
+        ):
             return False
         if self._quiet[0] != moved_at:
             self._quiet = (moved_at, now)
@@ -98,9 +111,11 @@ class Moves:
         self._clock = clock
         self._running: dict[int, Move] = {}
         self.quarantine = Quarantine()
+        self.stop_s = STOP_S
         self._deadlines: list[tuple[float, int]] = []
         self._numbers = itertools.count(1)
         self.counts = {"transfers": 0, "failed": 0, "bytes": 0, "demotions": 0}
+        self.counts |= {"verified": 0, "corrupt": 0}
         self.bytes_by_path: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -121,6 +136,7 @@ class Moves:
         spans: tuple[I64, I64, I64],
         write: bool,
         deadline: float,
+        checksum: str,
     ) -> Transfer:
         """Begin a transfer of paired spans (local offsets, remote offsets, lengths).
 
@@ -157,7 +173,7 @@ class Moves:
             op = Operation(number, write, local, remote, view, a, b, lengths, nbytes, deadline)
             self.quarantine.check(op)
             self.counts["transfers"] += 1
-            self._running[number] = Move(transfer, op, plan, self._clock.now())
+            self._running[number] = Move(transfer, op, plan, self._clock.now(), checksum)
             self._add_deadline(deadline, number)
         self._submit(number)
         return transfer
@@ -207,7 +223,7 @@ class Moves:
         again = False
         with self._engine.locked():
             move = self._running.get(op.op_id)
-            if move is None or move.op is not op:
+            if move is None or move.op is not op or move.verification is not None:
                 self._complete_late(op)
                 return
             if error is None and bytes_done != op.nbytes:
@@ -216,14 +232,45 @@ class Moves:
                     "success",
                     fix="allow another transport: this one has a bug",
                 )
+            move.moving_s = self._clock.now() - (op.began_at or move.began)
+            if error is None and move.checksum != "off":
+                self._verify(move)
+                return
+            if isinstance(error, StallError):
+                error = move.stop or error
             if error is not None:
-                if isinstance(error, StallError):
-                    error = move.stop or error
                 again = self._fall_back(move, error)
             if not again:
                 self._settle(move, bytes_done, error)
         if again:
             self._submit(op.op_id)
+
+    def _verify(self, move: Move) -> None:
+        """Compare what was moved with the owner's bytes; under the lock."""
+        move.verification = Verification(
+            self._engine,
+            move.op,
+            sampled=move.checksum == "sampled",
+            ended=lambda error: self._verified(move, error),
+        )
+        move.verification.start()
+        if move.stop is not None:
+            move.verification.stop(move.stop)
+
+    def _verified(self, move: Move, error: KVFerryError | None) -> None:
+        """A comparison has ended; under the lock."""
+        move.verification = None
+        op = move.op
+        if isinstance(error, CorruptError):
+            self.counts["corrupt"] += 1
+            again = self._fall_back(move, error, may_repeat=not (op.write or move.was_corrupt))
+            move.was_corrupt = True
+            if again:
+                self._engine.later(lambda: self._submit(op.op_id))
+                return
+        elif error is None:
+            self.counts["verified"] += 1
+        self._settle(move, op.nbytes, error)
 
     def _complete_late(self, op: Operation) -> None:
         """A completion that nobody waits for any more, under the lock."""
@@ -234,8 +281,11 @@ class Moves:
         log.info("transfer %d has stopped at last; its memory is free again", op.op_id)
         self._engine.later(transfer._fall_quiet)
 
-    def _fall_back(self, move: Move, error: KVFerryError) -> bool:
-        """Whether another path takes over. Only for faults of the path, not of the request."""
+    def _fall_back(self, move: Move, error: KVFerryError, may_repeat: bool = True) -> bool:
+        """Whether another path takes over. Only for faults of the path, not of the request.
+
+        may_repeat: False if the path is only demoted.
+        """
         op, path = move.op, move.path
         fault = isinstance(error, (PeerLostError, RegistrationError)) or error.code in PATH_FAULTS
         stopped = move.stop or (None if isinstance(op.stop, StallError) else op.stop)
@@ -254,7 +304,8 @@ class Moves:
             op.peer.name,
             str(error),  # The error itself would keep its frames alive with the record.
         )
-        if move.place + 1 >= len(move.plan.paths) or self._clock.now() >= op.deadline:
+        is_last = move.place + 1 >= len(move.plan.paths)
+        if is_last or not may_repeat or self._clock.now() >= op.deadline:
             return False
         move.attempts.append(f"{path.name}: {error.message}")
         move.place += 1
@@ -271,10 +322,9 @@ class Moves:
         if error is None:
             self.counts["bytes"] += op.nbytes
             self.bytes_by_path[path.name] = self.bytes_by_path.get(path.name, 0) + op.nbytes
-            moving_s = now - (op.began_at or move.began)
-            if op.nbytes >= RATE_FROM_BYTES and moving_s > 0:
+            if op.nbytes >= RATE_FROM_BYTES and move.moving_s > 0:
                 key = (op.peer.incarnation, path.transport, path.direction)
-                self._paths.measured(*key, op.nbytes / moving_s)
+                self._paths.measured(*key, op.nbytes / move.moving_s)
         else:
             self.counts["failed"] += 1
             error.located(
@@ -294,14 +344,17 @@ class Moves:
     def _abort(self, move: Move, error: KVFerryError) -> None:
         """End a transfer as soon as its path has stopped."""
         move.stop = move.stop or error
-        self._abort_attempt(move, error)
+        if move.verification is not None:
+            move.verification.stop(error)
+        else:
+            self._abort_attempt(move, error)
 
     def _abort_attempt(self, move: Move, error: KVFerryError) -> None:
         transport = self._transports[move.path.transport]
         op = move.op
         op.stop = op.stop or error
         if move.stop_by == math.inf:
-            move.stop_by = self._clock.now() + STOP_S
+            move.stop_by = self._clock.now() + self.stop_s
             self._add_deadline(move.stop_by, op.op_id)
         self._engine.later(lambda: transport.abort(op, error))
 
@@ -313,8 +366,8 @@ class Moves:
         self.quarantine.add(move.transfer, op)
         self.counts["failed"] += 1
         error = type(stop)(
-            f"{stop.message}, and {move.path.transport} has not said within {STOP_S:g} s that it "
-            "stopped",
+            f"{stop.message}, and {move.path.transport} has not said within {self.stop_s:g} s that "
+            "it stopped",
             peer=op.peer.name,
             path=move.path.name,
             stage="stop",

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kvferry"
 TESTS = Path(__file__).parent
 
-CORE = "connections dials engine loop movers moves paths peers quarantine registry"
+CORE = "connections dials engine integrity loop movers moves paths peers quarantine registry"
 """One layer in several files: the engine and what it is made of."""
 
 # What each part may import, besides itself. A part is a module, or a package with all in it.
@@ -26,6 +26,7 @@ ALLOWED = {
     "config": "errors",
     "sockets": "errors",
     "layout": "errors regions",
+    "digests": "regions",
     "protocol": "errors",
     "memory": "errors regions",
     "lanes": "errors protocol sockets",
@@ -36,9 +37,9 @@ ALLOWED = {
     "movers": "errors",
     "paths": "clock regions planner transports.base",
     **dict.fromkeys(
-        ("peers", "registry", "dials", "connections", "moves", "quarantine", "engine"),
+        ("peers", "registry", "dials", "connections", "integrity", "moves", "quarantine", "engine"),
         "errors clock config regions sockets protocol memory transports planner transfer "
-        f"deferring lanes kvferry {CORE}",
+        f"deferring digests lanes kvferry {CORE}",
     ),
     "handoff": "errors regions layout sockets planner transfer protocol engine peers registry "
     "transports.base",
@@ -56,7 +57,7 @@ ALLOWED = {
 
 # The engine hands itself to its parts, which name its type and never import it at run time.
 FOR_TYPES_ONLY = {
-    (name, "engine") for name in ("peers", "dials", "connections", "registry", "moves")
+    (name, "engine") for name in ("peers", "dials", "connections", "registry", "integrity", "moves")
 }
 
 NO_TESTS_OF_THEIR_OWN = {
@@ -65,6 +66,7 @@ NO_TESTS_OF_THEIR_OWN = {
     "lanes": "driven through transports by tests/conformance and tests/faults",
     "handoff": "driven with two engines by tests/faults/test_handoff.py",
     "paths": "driven through an engine by tests/conformance and tests/faults",
+    "integrity": "driven with two engines by tests/faults/test_integrity.py",
     "moves": "driven through an engine by tests/conformance and tests/faults",
     "clock": "a fake and one line around time.monotonic; see testing/test_clock.py",
     "router": "tested over HTTP in tests/router",

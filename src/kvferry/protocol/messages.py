@@ -20,6 +20,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 NOTIFY_BYTES_MAX = 64 << 10
+NONCE_BYTES = 32
+
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+"""An HMAC-SHA256, or a nonce as long."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=False):
@@ -35,11 +39,12 @@ class Hello(Message, frozen=True):
     incarnation: minted when the engine started; the peer's only identity.
     expected: incarnation that the caller wants to reach, or empty; a mismatch is refused.
     purpose: ``"control"``, or the name of a streamed transport for a lane.
-    key: on a lane, the session key that the callee gave in its control hello; else the sender's
-    own.
+    key: in a callee's control hello, what the caller must show on its lanes; on a lane, just that;
+    else zeros.
     process, host: equal when both engines share a process, or a kernel.
     transports: names that the sender can use.
     addresses: where the sender listens, best first.
+    nonce: of a caller that has a cluster key, 32 fresh random bytes; see protocol.auth.
     """
 
     incarnation: Id
@@ -54,6 +59,20 @@ class Hello(Message, frozen=True):
     addresses: Annotated[list[Short], msgspec.Meta(max_length=16)] = []
     ring_bytes: Count = 0
     ring_slots: Count = 0
+    nonce: Annotated[bytes, msgspec.Meta(max_length=NONCE_BYTES)] = b""
+
+
+class Challenge(Message, frozen=True):
+    """The callee's answer to a hello while a cluster key is set: prove that you have it."""
+
+    incarnation: Id
+    nonce: Digest
+
+
+class Proof(Message, frozen=True):
+    """Of the cluster key: the caller's after Challenge, the callee's after its hello."""
+
+    mac: Digest
 
 
 class Reject(Message, frozen=True):
@@ -116,6 +135,28 @@ class RegionGone(Message, frozen=True):
     """The region was deregistered: drop what you cached of it."""
 
     region_id: Count
+
+
+class Verify(Message, frozen=True):
+    """Asks for digests of spans of the callee's region. Answered by Digests or Failure.
+
+    offsets, lengths: int64 arrays as bytes. kind: how the digests are computed.
+    """
+
+    request_id: Count
+    region_id: Count
+    token: Id
+    generation: Count
+    offsets: bytes
+    lengths: bytes
+    kind: Short
+
+
+class Digests(Message, frozen=True):
+    """One digest per span, as little-endian uint64 array bytes."""
+
+    request_id: Count
+    values: bytes
 
 
 # -- streamed transfers, on a lane -------------------------------------------------------------
@@ -218,6 +259,8 @@ class Withdrawn(Message, frozen=True):
 
 AnyMessage = (
     Hello
+    | Challenge
+    | Proof
     | Reject
     | Ping
     | Pong
@@ -226,6 +269,8 @@ AnyMessage = (
     | Describe
     | Description
     | RegionGone
+    | Verify
+    | Digests
     | Move
     | Ready
     | Done

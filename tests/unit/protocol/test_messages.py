@@ -29,6 +29,8 @@ EXAMPLES: list[Message] = [
     messages.Describe(1, 2, A),
     messages.Description(1, 2, "cuda", "GPU-1", 1 << 40, 3, "read", {"shm": b"x"}, ["shm"]),
     messages.RegionGone(2),
+    messages.Verify(1, 2, A, 3, bytes(16), bytes(16), "xxh3-64"),
+    messages.Digests(1, bytes(16)),
     messages.Move(1, True, 2, A, 0, bytes(8), bytes(8), 1.5),
     messages.Ready(1, 8),
     messages.Done(1, 8),
