@@ -35,6 +35,12 @@ log = logging.getLogger(__name__)
 _MFD_NOEXEC_SEAL = 0x8
 _SEAL_FUTURE_WRITE = 0x10
 _MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_PROT_NONE = 0
+
+HUGE_BYTES = 2 << 20
+"""Size of a huge page on x86-64, and on arm64 with 4 KiB pages; elsewhere nothing is gained."""
 
 _RESERVE_STEP_BYTES = 64 << 20
 _FIXES = {
@@ -52,11 +58,8 @@ class _Mapping:
     def __init__(self, fd: int, nbytes: int, *, writable: bool, populate: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-        libc = _libc()
         # Python's own mmap objects keep a second descriptor open; this call does not.
-        address = libc.mmap(None, nbytes, protection, flags, fd, 0)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            raise _os_failure(ctypes.get_errno(), f"could not map {nbytes} bytes of shared memory")
+        address = _map(fd, nbytes, protection, flags)
         self.__array_interface__ = {
             "version": 3,
             "shape": (nbytes,),
@@ -65,7 +68,7 @@ class _Mapping:
         }
         self.address: int = address
         # Not at exit: a thread may still be copying, and the system unmaps everything anyway.
-        weakref.finalize(self, libc.munmap, address, nbytes).atexit = False
+        weakref.finalize(self, _libc().munmap, address, nbytes).atexit = False
 
 
 class MappedBuffer:
@@ -355,13 +358,41 @@ def _unlinked_file(directory: str, name: str) -> int:
     return fd
 
 
+def _map(fd: int, nbytes: int, protection: int, flags: int) -> int:
+    """The address of a new mapping; it begins where a huge page can, if it could hold one."""
+    libc = _libc()
+    hole = None
+    if nbytes >= HUGE_BYTES and sys.platform == "linux":
+        # Room for any alignment, of which the mapping then takes a part and the rest is given back.
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        hole = _mapped(libc.mmap(None, nbytes + HUGE_BYTES, _PROT_NONE, private, -1, 0))
+    if hole is None:
+        address = _mapped(libc.mmap(None, nbytes, protection, flags, fd, 0))
+    else:
+        start = -(-hole // HUGE_BYTES) * HUGE_BYTES
+        address = _mapped(libc.mmap(start, nbytes, protection, flags | _MAP_FIXED, fd, 0))
+        number = ctypes.get_errno()
+        end = start + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE if address else start
+        libc.munmap(end, hole + nbytes + HUGE_BYTES - end)
+        if start > hole:
+            libc.munmap(hole, start - hole)
+        ctypes.set_errno(number)
+    if address is None:
+        raise _os_failure(ctypes.get_errno(), f"could not map {nbytes} bytes of shared memory")
+    return address
+
+
+def _mapped(address: int | None) -> int | None:
+    return None if address == ctypes.c_void_p(-1).value else address
+
+
 def _reserve(buffer: SharedBuffer, where: str) -> None:
-    """Give every byte its page now, huge ones where the administrator allows them."""
+    """Give every byte its page now, and huge ones where the system can."""
     if sys.platform == "linux":
-        # Advice first, since pages never change their size later. Filling through the mapping
-        # also fills the page tables. Either may be refused: the reservation below decides.
-        for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
-            _libc().madvise(buffer.address, buffer.nbytes, advice)
+        _make_huge(buffer)
+        # Filling through the mapping also fills the page tables. It may be refused, as may the
+        # huge pages: the reservation below decides.
+        _libc().madvise(buffer.address, buffer.nbytes, _MADV_POPULATE_WRITE)
     if not hasattr(os, "posix_fallocate"):
         return
     try:
@@ -372,6 +403,24 @@ def _reserve(buffer: SharedBuffer, where: str) -> None:
     except OSError as error:
         what = f"could not reserve {buffer.nbytes} bytes of shared memory in {where}"
         raise _os_failure(error.errno, what) from error
+
+
+def _make_huge(buffer: SharedBuffer) -> None:
+    """Ask for huge pages, which spare scattered copies most of their page walks.
+
+    Pages keep the size that they are made with, so this comes before any other access. Advice
+    alone is void unless the administrator allowed huge pages for shared memory. MADV_COLLAPSE
+    (Linux 6.1; madvise(2)) needs no permission: it makes a huge page out of what is there and of
+    holes, but not of holes alone, so each gets one byte first. That is quicker than to fill it
+    with small pages. By a call, not through the mapping: a full file system answers an error.
+    """
+    libc = _libc()
+    libc.madvise(buffer.address, buffer.nbytes, mmap.MADV_HUGEPAGE)
+    whole = buffer.nbytes // HUGE_BYTES * HUGE_BYTES
+    with contextlib.suppress(OSError):
+        for begin in range(0, whole, HUGE_BYTES):
+            os.pwrite(buffer.fd, b"\0", begin)
+        libc.madvise(buffer.address, whole, _MADV_COLLAPSE)
 
 
 def _check_space(directory: str, nbytes: int) -> None:

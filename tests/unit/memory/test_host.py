@@ -92,6 +92,56 @@ def test_allocated_memory_is_zero_reserved_and_writable(shared: host.SharedBuffe
     assert host.address_of(view) == (shared.address, shared.nbytes)
 
 
+def huge_kib(address: int) -> int:
+    """KiB of the mapping at an address that huge pages serve, as the kernel counts them."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            first, end = (int(part, 16) for part in words[0].split("-"))
+            inside = first <= address < end
+        elif inside and words[0] == "ShmemPmdMapped:":
+            return int(words[1])
+    return 0
+
+
+def collapses() -> bool:
+    """Whether this kernel makes huge pages of shared memory on demand (Linux 6.1)."""
+    nbytes = host.HUGE_BYTES
+    fd = memfd(nbytes, 0)
+    address = host._map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
+    done = host._libc().madvise(address, nbytes, host._MADV_COLLAPSE) == 0
+    host._libc().munmap(address, nbytes)
+    os.close(fd)
+    return bool(done)
+
+
+@pytest.mark.skipif(not collapses(), reason="this kernel makes no huge pages on demand")
+def test_large_memory_has_huge_pages_here_and_at_the_peer() -> None:
+    shared = host.allocate_shared(2 * host.HUGE_BYTES + 5, name="large")
+    mapped = host.map_shared(shared.fd, shared.nbytes, writable=False)
+    assert huge_kib(shared.address) == 2 * host.HUGE_BYTES // 1024
+    assert not mapped.array()[::PAGE].any()
+    assert huge_kib(mapped.address) == 2 * host.HUGE_BYTES // 1024
+    mapped.close()
+    shared.close()
+
+
+@pytest.mark.parametrize("extra", [0, 1, PAGE, PAGE + 1])
+def test_large_mappings_are_aligned_and_leave_nothing_around_them(extra: int) -> None:
+    with open("/proc/self/maps") as file:
+        before = sum(1 for _ in file)
+    nbytes = host.HUGE_BYTES + extra
+    shared = host.allocate_shared(nbytes, name="aligned")
+    assert shared.address % host.HUGE_BYTES == 0
+    assert mapped_as(shared.address + nbytes - 1) == "rw-s"
+    assert mapped_as(shared.address - 1) != "---p"
+    assert mapped_as(shared.address + -(-nbytes // PAGE) * PAGE) != "---p"
+    shared.close()
+    with open("/proc/self/maps") as file:
+        assert sum(1 for _ in file) <= before + 1
+
+
 @pytest.mark.parametrize("size", [0, PAGE, 100 * PAGE])
 def test_sealed_memory_keeps_its_size_and_its_seals(shared: host.SharedBuffer, size: int) -> None:
     assert shared.is_sealed
