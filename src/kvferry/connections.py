@@ -21,7 +21,6 @@ from kvferry.dials import Dial
 from kvferry.errors import (
     BusyError,
     ClosedError,
-    ConfigError,
     KVFerryError,
     PeerLostError,
     ProtocolError,
@@ -31,8 +30,10 @@ from kvferry.errors import (
 from kvferry.loop import READ
 from kvferry.peers import Peer
 from kvferry.protocol import framing, messages
+from kvferry.protocol.auth import CallerGreeting
 from kvferry.protocol.messages import Describe, Description, Failure, Hello, RegionGone, Reject
 from kvferry.protocol.session import Closed, Session, Timing
+from kvferry.security import Security, Sparing
 from kvferry.sockets import Address
 from kvferry.transports.base import PeerView, RemoteRegion, Transport
 
@@ -57,7 +58,8 @@ class Connections:
         self._transports = transports
         self.host = sockets.host_id()
         self.addresses: list[str] = []
-        self._key = os.urandom(16)
+        self.security = Security(engine.config)
+        self._refusals = Sparing()
         self._listeners: list[socket.socket] = []
         self._paused_until = 0.0
         self._unix_path = ""
@@ -80,12 +82,7 @@ class Connections:
         if not config.listen:
             return
         host, port = sockets.split_host_port(config.listen)
-        if not sockets.is_loopback(host) and not config.insecure:
-            raise ConfigError(
-                f"listen={config.listen}: beyond loopback anybody could read the KV cache",
-                fix="listen on 127.0.0.1, or set insecure=True (KVFERRY_INSECURE=1) on a network "
-                "that you trust",
-            )
+        self.security.check_listen(config, host)
         advertised = sockets.advertised_host(host, config.advertise, config.connect_s)
         tcp = sockets.listen_tcp(host, port)
         self._add_listener(tcp)
@@ -119,22 +116,33 @@ class Connections:
                 # Who called has hung up already.
                 sock.close()
                 return
+            is_unix = sock.family == socket.AF_UNIX
             session = self.new_session(self.hello("control"), caller=False)
-            stranger = Peer(self._engine, sock, session, caller=False, address=where)
-            objection = self._objection(sock)
+            tunnel = self.security.tunnel(is_unix=is_unix, caller=False)
+            stranger = Peer(self._engine, sock, session, caller=False, address=where, tunnel=tunnel)
+            objection = sockets.stranger(sock)
             if objection is not None:
                 stranger.end(session.reject(objection))
                 return
+            self._make_room()
             self._strangers[stranger.fd] = stranger
             self._engine.loop.add(stranger.fd, READ, stranger.on_ready)
 
-    def _objection(self, sock: socket.socket) -> KVFerryError | None:
-        """Why a new connection is refused before its hello."""
-        if len(self._strangers) >= STRANGERS_MAX:
-            return BusyError(
-                f"{STRANGERS_MAX} connections are still saying hello", fix="try again in a moment"
-            )
-        return sockets.stranger(sock)
+    def _make_room(self) -> None:
+        """Send away who has said nothing for longest when there are too many.
+
+        A peer says hello within a moment. So connections that idle, as those of a port scanner do,
+        cannot keep it out.
+        """
+        if len(self._strangers) < STRANGERS_MAX:
+            return
+        oldest = next(iter(self._strangers.values()))
+        error = BusyError(
+            f"{STRANGERS_MAX} connections came after this one, and it has not said hello",
+            fix="try again in a moment",
+        )
+        oldest.end(oldest.session.reject(error))
+
 
     def _refuse_without_descriptor(self, listener: socket.socket, error: OSError) -> None:
         """No descriptor is free: use the spare one to tell the caller, instead of spinning."""
@@ -189,7 +197,7 @@ class Connections:
             incarnation=self._engine.incarnation,
             name=self._engine.config.name[:256],
             purpose=purpose,
-            key=fields.pop("key", self._key),
+            key=fields.pop("key", bytes(16)),
             process=self._engine.process,
             host=self.host,
             software=__version__,
@@ -201,7 +209,8 @@ class Connections:
     def new_session(self, hello: Hello, *, caller: bool) -> Session:
         config = self._engine.config
         timing = Timing(config.heartbeat_s, config.lost_s, config.connect_s)
-        return Session(hello, caller=caller, timing=timing, now=self._engine.clock.now())
+        now, keys = self._engine.clock.now(), self.security.keys
+        return Session(hello, caller=caller, timing=timing, now=now, keys=keys)
 
     def on_opened(self, peer: Peer, hello: Hello) -> None:
         """A hello was accepted by the session: decide what the connection is for."""
@@ -219,7 +228,8 @@ class Connections:
                 return
             peer.opened(hello)
             self._keep(peer)
-            peer.session.accept(self._engine.clock.now())
+            key = self.security.lane_key(hello.incarnation)
+            peer.session.accept(self._engine.clock.now(), self.hello("control", key=key))
         else:
             self._strangers.pop(peer.fd, None)
             self._take_lane(peer, hello)
@@ -248,7 +258,10 @@ class Connections:
         error: KVFerryError | None = None
         if transport is None or transport.capabilities().family != "streamed":
             error = ProtocolError(f"there is no transport {hello.purpose!r} with lanes here")
-        elif hello.key != self._key or hello.incarnation not in self._peers:
+        elif (
+            not self.security.is_lane_key(hello.incarnation, hello.key)
+            or hello.incarnation not in self._peers
+        ):
             error = ProtocolError("a lane needs an open session of the same peer")
         if error is not None or transport is None:
             assert error is not None
@@ -333,6 +346,10 @@ class Connections:
             self._dialling.append(dial)
             dial.start()
 
+    def start_connect(self, address: Address) -> socket.socket:
+        """A socket that is connecting; the simulator gives one of its own network."""
+        return sockets.start_connect(address, 2.0)
+
     def adopt(self, peer: Peer, dial: Dial) -> None:
         self._dials[peer.fd] = dial
 
@@ -360,10 +377,13 @@ class Connections:
         check: Callable[[], None],
     ) -> socket.socket:
         """See transports.base.Services.open_lane. Blocks; without the lock."""
-        greeting = self.hello(key=peer.key, expected=peer.incarnation, **hello)
-        return lanes.connect(
-            Address.parse(address), greeting, fd, self._engine.clock.now, deadline, check
+        where = Address.parse(address)
+        greeting = CallerGreeting(
+            self.hello(key=peer.key, expected=peer.incarnation, **hello), self.security.keys
         )
+        tunnel = self.security.tunnel(is_unix=where.scheme == "unix", caller=True)
+        now = self._engine.clock.now
+        return lanes.connect(where, greeting, tunnel, fd, now, deadline, check)
 
     # -- who is who -------------------------------------------------------------------------
 
@@ -490,18 +510,21 @@ class Connections:
             for region_id in list(peer.regions):
                 peer.forget_region(region_id)
         elif not peer.caller and not self._closed:
-            # Who hangs up without a word is a port scanner or an engine that sweeps its directory.
-            silent = isinstance(peer.lost, UnreachableError)
-            log.log(
-                logging.DEBUG if silent else logging.WARNING,
-                "%s: refused a connection from %s: %s",
-                self._engine.config.name,
-                peer.address,
-                str(peer.lost),
-            )
+            self._log_refusal(peer)
         if dial is not None:
             assert peer.lost is not None
             dial.lost(peer, peer.lost)
+
+    def _log_refusal(self, peer: Peer) -> None:
+        name, why = self._engine.config.name, str(peer.lost)
+        if isinstance(peer.lost, UnreachableError):
+            # Who hangs up without a word is a port scanner or an engine that sweeps its directory.
+            log.debug("%s: refused a connection from %s: %s", name, peer.address, why)
+            return
+        passes, left_out = self._refusals.passes(self._engine.clock.now())
+        if passes:
+            more = f" ({left_out} more were refused and not logged)" if left_out else ""
+            log.warning("%s: refused a connection from %s: %s%s", name, peer.address, why, more)
 
     def drop(self, peer: Peer, why: str) -> None:
         """End a connection from this side."""

@@ -232,12 +232,14 @@ def test_strangers_are_bounded(make_engine, monkeypatch):
     monkeypatch.setattr("kvferry.connections.STRANGERS_MAX", 3)
     engine = make_engine("far")
     silent = [raw_connect(engine.addresses[0]) for _ in range(3)]
-    with raw_connect(engine.addresses[0]) as sock:
-        reply = read_message(sock)
-        assert reply.code == BusyError.code
+    # Who came first goes first, so that a peer is served beside those that say nothing.
+    assert_alive(engine, make_engine)
+    reply = read_message(silent[0])
+    assert reply.code == BusyError.code
+    assert "has not said hello" in reply.message
+    assert len(engine.connections._strangers) == 2
     for sock in silent:
         sock.close()
-    assert_alive(engine, make_engine)
 
 
 def test_descriptors_that_nobody_asked_for_are_closed(make_engine):
