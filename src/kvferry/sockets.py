@@ -9,10 +9,12 @@ import array
 import errno
 import ipaddress
 import os
+import re
 import socket
 import stat
 import struct
 import threading
+import time
 from dataclasses import dataclass
 
 from kvferry.errors import (
@@ -25,6 +27,9 @@ from kvferry.errors import (
 
 RECEIVE_BYTES = 32 << 10
 """One read of a control socket. Larger buffers are mapped anew for each read."""
+UNREADY_S = 60.0
+"""A socket that does not listen so long after it was made was left by a killed process."""
+_UNREADY = re.compile(r"\.[0-9a-f]{16}")
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
 _CTRUNC = int(socket.MSG_CTRUNC)
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
@@ -230,10 +235,12 @@ def sweep(directory: str) -> list[str]:
     """Remove Unix sockets that nobody listens on any more; returns their paths."""
     removed = []
     for entry in os.scandir(directory):
-        if not entry.name.endswith(".sock"):
-            continue
         try:
-            if not stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+            facts = entry.stat(follow_symlinks=False)
+            # One that is about to listen has a name like this for a moment only.
+            is_unready = entry.name.startswith(".") and time.time() - facts.st_mtime < UNREADY_S
+            is_ours = entry.name.endswith(".sock") or _UNREADY.fullmatch(entry.name)
+            if not is_ours or is_unready or not stat.S_ISSOCK(facts.st_mode):
                 continue
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.setblocking(False)

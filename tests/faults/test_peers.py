@@ -26,6 +26,7 @@ from kvferry.regions import Spans
 from kvferry.sockets import Address
 from kvferry.testing import Child, FakeClock
 from kvferry.testing.conformance import failure
+from kvferry.transports.channel import Watch
 from kvferry.transports.tcp import TcpChannel, TcpTransport
 
 from .helpers import MIB, WHOLE, Held, Unmappable, wait_until
@@ -430,3 +431,20 @@ def test_a_deadline_is_not_a_fault_of_the_path(make_engine):
     with pytest.raises(TransferError, match=r"not complete after 3\.00 s"):
         transfer.wait(5.0)
     assert near.statistics()["demotions"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["tcp", "staged"])
+def test_an_idle_lane_sleeps_until_it_is_used_or_closed(make_engine, monkeypatch, transport):
+    near, far = make_engine("near", transport), make_engine("far", transport)
+    local, remote = near.allocate(MIB), near.connect(far.addresses[0]).region(far.allocate(MIB).ref)
+    near.read(local, WHOLE, remote, WHOLE).wait(5.0)
+    woken = []
+    monkeypatch.setattr(Watch, "check", lambda _self: woken.append(threading.current_thread().name))
+    threading.Event().wait(0.35)
+    assert not woken
+    monkeypatch.undo()
+    near.read(local, WHOLE, remote, WHOLE).wait(5.0)
+    began = time.monotonic()
+    far.close()
+    assert time.monotonic() - began < 1.0

@@ -251,6 +251,20 @@ def test_the_sweep_removes_dead_sockets_only(short: Path) -> None:
     assert live_path.endswith("live.sock")
 
 
+def test_the_sweep_removes_what_a_process_left_that_was_killed_before_it_listened(
+    short: Path,
+) -> None:
+    old, young, other = (short / name for name in (".0123456789abcdef", "." + "f" * 16, ".other"))
+    for path in (old, young, other):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.bind(str(path))
+    for path in (old, other):
+        os.utime(path, (0, 0))
+    assert sockets.sweep(str(short)) == [str(old)]
+    assert young.exists()
+    assert other.exists()
+
+
 def test_a_sweep_spares_a_socket_that_is_bound_but_does_not_listen_yet(
     short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -96,6 +97,15 @@ class Channel(ABC):
         header = self._receive_exactly(framing.HEADER.size, watch)
         nbytes, _ = framing.check_header(header, framing.LANE_BYTES_MAX)
         return messages.unpack(bytes(self._receive_exactly(nbytes, watch)))
+
+    def await_message(self) -> None:
+        """Sleep until bytes arrive, the stream ends or :meth:`interrupt` is called.
+
+        No timeout wakes an idle lane: hundreds of them would keep a core busy for nothing.
+        """
+        poller = select.poll()
+        poller.register(self.sock, select.POLLIN)
+        poller.poll()
 
     def is_fresh(self) -> bool:
         """Whether an idle lane is still usable: nothing unexpected has arrived, no end was seen."""

@@ -160,6 +160,7 @@ class _Server:
         try:
             while not self.closing.is_set():
                 idle = self.watch = Watch(services, float("inf"))
+                self.channel.await_message()
                 idle.closing = self.closing.is_set()
                 head = self.channel.receive_message(idle)
                 if not isinstance(head, Move):
