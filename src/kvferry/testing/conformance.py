@@ -5,28 +5,26 @@
     from kvferry.testing import check_transport
     check_transport(MyTransport)                    # raises ConformanceError, naming what failed
     check_transport(MyTransport, remote="plain")    # the peer's memory was not made by kvferry
+    check_transport(MyTransport, processes=2)       # the peer is another process
 
 Each check gets two fresh engines that have this transport alone, ``near`` and ``far``, and runs
-transfers from ``near``. All contents are seeded; nothing here depends on speed.
+transfers from ``near``. All contents are seeded; nothing here depends on speed. After the plain
+checks come those under faults, see ``fault_checks``.
 """
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.config import EngineConfig
-from kvferry.engine import Engine
 from kvferry.errors import (
     AbortedError,
     BoundsError,
@@ -37,19 +35,37 @@ from kvferry.errors import (
     StaleRegionError,
     TransferError,
 )
-from kvferry.peers import Peer
 from kvferry.regions import READ, READ_WRITE, Spans
-from kvferry.registry import Registration
-from kvferry.testing.leaks import Snapshot
+from kvferry.testing.child import Child
+from kvferry.testing.fault_checks import FAULT_CHECKS, run_fault_check
+from kvferry.testing.pairs import (
+    BOUNDED_S,
+    Bytes,
+    LocalSide,
+    Make,
+    Pair,
+    Registered,
+    engines,
+    failure,
+    move_and_compare,
+    take,
+    wait_until,
+    where,
+)
 from kvferry.transfer import Transfer
 from kvferry.transports.base import RemoteRegion, Transport
 
-Bytes = npt.NDArray[np.uint8]
-Make = Callable[[], Transport]
+__all__ = [
+    "CHECKS",
+    "ConformanceError",
+    "Report",
+    "check_transport",
+    "failure",
+    "run_check",
+    "wait_until",
+]
 
 GUARD = 0xA5
-BOUNDED_S = 5.0
-"""What must end soon has so long: far more than it takes, far less than a lost heart-beat."""
 
 
 class ConformanceError(AssertionError):
@@ -70,98 +86,6 @@ class Report:
         lines += [f"  skipped {name}: {why}" for name, why in self.skipped.items()]
         lines += [f"  FAILED {name}: {why}" for name, why in self.failed.items()]
         return "\n".join(lines)
-
-
-@dataclass(slots=True)
-class Pair:
-    """Two engines that are connected, and how a check gets memory in them."""
-
-    near: Engine
-    far: Engine
-    peer: Peer
-    transport: Transport
-    local: str
-    remote: str
-    seed: int = 1
-
-    def memory(self, nbytes: int, *, far: bool, access: str = READ_WRITE) -> Side:
-        """Registered memory full of seeded bytes."""
-        engine = self.far if far else self.near
-        self.seed += 1
-        if (self.remote if far else self.local) == "allocated":
-            registration = engine.allocate(nbytes, access=access)
-            assert registration.array is not None
-            array = registration.array
-        else:
-            array = np.zeros(nbytes, np.uint8)
-            registration = engine.register(array, access=access)
-        fill(array, self.seed)
-        return Side(registration, array)
-
-    def sides(self, nbytes: int) -> tuple[Side, Side, RemoteRegion]:
-        """Local memory, remote memory, and the remote region as the local engine knows it."""
-        here, there = self.memory(nbytes, far=False), self.memory(nbytes, far=True)
-        return here, there, self.peer.region(there.registration.ref)
-
-    @property
-    def directions(self) -> list[bool]:
-        """False for reading, True for writing, as far as the transport can."""
-        can = self.transport.capabilities()
-        return [write for write, able in ((False, can.pull), (True, can.push)) if able]
-
-    def start(
-        self,
-        write: bool,
-        here: Side,
-        a: Spans,
-        there: RemoteRegion,
-        b: Spans,
-        deadline_s: float | None = None,
-    ) -> Transfer:
-        """Begin a transfer by the near engine."""
-        move = self.near.write if write else self.near.read
-        return move(here.registration, a, there, b, deadline_s=deadline_s)
-
-
-@dataclass(slots=True)
-class Side:
-    """Memory of one engine."""
-
-    registration: Registration
-    array: Bytes
-
-
-def fill(array: Bytes, seed: int) -> None:
-    """Seeded bytes, whose period fits no power of two."""
-    tile = np.random.default_rng(seed).integers(0, 256, 1_048_573, dtype=np.uint8)
-    array[:] = np.resize(tile, array.size)
-
-
-def take(array: Bytes, spans: Spans) -> Bytes:
-    """The bytes of the spans, in order."""
-    parts = [array[o : o + n] for o, n in zip(spans.offsets, spans.lengths, strict=True)]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-
-
-def move_and_compare(pair: Pair, nbytes: int, local: Spans, remote: Spans) -> None:
-    """Move spans in each direction; target spans get the source's bytes, all others keep theirs."""
-    for write in pair.directions:
-        here, there, region = pair.sides(nbytes)
-        source, target = (here, there) if write else (there, here)
-        source_spans, target_spans = (local, remote) if write else (remote, local)
-        expected, kept = target.array.copy(), source.array.copy()
-        moved, at = take(source.array, source_spans), 0
-        for offset, length in zip(target_spans.offsets, target_spans.lengths, strict=True):
-            expected[offset : offset + length] = moved[at : at + length]
-            at += int(length)
-        transfer = pair.start(write, here, local, region, remote)
-        assert transfer.wait(60.0) == local.nbytes, "it counts another number of bytes"
-        name = "write" if write else "read"
-        different = np.flatnonzero(target.array != expected)
-        assert not different.size, f"{name}: wrong from byte {different[:1]} of {nbytes}"
-        assert np.array_equal(source.array, kept), f"{name}: the source was changed"
-        here.registration.close()
-        there.registration.close()
 
 
 # -- content -------------------------------------------------------------------------------------
@@ -248,7 +172,7 @@ def check_concurrent(pair: Pair) -> None:
 
 def check_read_only(pair: Pair) -> None:
     """A region that is registered for reading cannot be written to, and is not changed."""
-    here, there = pair.memory(4096, far=False), pair.memory(4096, far=True, access=READ)
+    here, there = pair.near_memory(4096), pair.far_memory(4096, access=READ)
     region = pair.peer.region(there.registration.ref)
     before = there.array.copy()
     spans = Spans.whole(4096)
@@ -317,7 +241,7 @@ def check_wrong_generation(pair: Pair) -> None:
         forge(pair, here, replace(again, generation=region.generation))
 
 
-def forge(pair: Pair, here: Side, region: RemoteRegion) -> None:
+def forge(pair: Pair, here: LocalSide, region: RemoteRegion) -> None:
     """A transfer with a description that was tampered with must fail and leave the target alone."""
     if pair.transport.capabilities().needs_unix and pair.transport.capabilities().needs_export:
         return  # Who has the descriptor has the memory: there is no token to be checked.
@@ -362,7 +286,7 @@ def _has_begun(transfer: Transfer, target: Bytes) -> bool:
     return transfer.is_done() or bool(target[0] != GUARD)
 
 
-def _is_unused(registration: Registration) -> bool:
+def _is_unused(registration: Registered) -> bool:
     return registration.users == 0
 
 
@@ -462,61 +386,21 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
 """All checks, in the order in which a new transport should pass them."""
 
 
-def failure(call: Callable[..., Any], *arguments: Any) -> KVFerryError | None:
-    """The typed error of a call, or of the transfer that it starts; None when all went well."""
-    try:
-        begun = call(*arguments)
-        if isinstance(begun, Transfer):
-            begun.wait(BOUNDED_S)
-    except KVFerryError as error:
-        return error
-    return None
-
-
-def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
-    """Look until the condition holds. Raises AssertionError after BOUNDED_S."""
-    give_up_at = time.monotonic() + BOUNDED_S
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < give_up_at, otherwise
-        pause.wait(0.0002)
-
-
-@contextmanager
-def engines(
-    make: Make, *, local: str = "allocated", remote: str = "allocated", directory: str = ""
-) -> Iterator[Pair]:
-    """Two connected engines with fresh instances of a transport and nothing else."""
-    with tempfile.TemporaryDirectory(prefix="kvferry-") as own:
-        made: list[Engine] = []
-        try:
-            for name in ("near", "far"):
-                transport = make()
-                config = EngineConfig(
-                    name=name, transports=(transport.name,), directory=directory or own
-                )
-                made.append(Engine(config, extra={transport.name: transport}))
-            near, far = made
-            peer = near.connect(far.addresses[0])
-            yield Pair(near, far, peer, next(iter(near.transports.values())), local, remote)
-        finally:
-            for engine in made:
-                engine.close()
-
-
 def run_check(
     check: Callable[[Pair], None],
     make: Make,
     *,
     local: str = "allocated",
     remote: str = "allocated",
+    child: Child | None = None,
+    **how: Any,
 ) -> None:
-    """Run one check with fresh engines; raises what it raises, and AssertionError for leaks."""
-    before = Snapshot.take()
-    with engines(make, local=local, remote=remote) as pair:
+    """Run one check with fresh engines; raises what it raises, and AssertionError for leaks.
+
+    child: the process of the far engine. how: more for ``pairs.engines``.
+    """
+    with engines(make, local=local, remote=remote, child=child, **how) as pair:
         check(pair)
-    left = before.leaked()
-    assert not left, f"left behind after closing: {left}"
 
 
 def check_transport(
@@ -525,31 +409,49 @@ def check_transport(
     local: str = "allocated",
     remote: str = "allocated",
     skip: dict[str, str] | None = None,
+    processes: int = 1,
+    faults: bool = True,
 ) -> Report:
     """Run all checks against a transport. Blocks for some seconds.
 
     make: makes a new transport, such as its class. local, remote: ``"allocated"`` for memory from
     ``Engine.allocate`` or ``"plain"`` for memory that is only registered, on each side.
     skip: names of checks that cannot hold for this transport, each with the reason to report.
+    processes: 2 for a far engine in another process; then ``make`` must be a class that can be
+    imported. faults: whether the checks under faults run as well.
 
     Raises ConformanceError that names every check that failed, with the traceback's last lines.
     """
     if {local, remote} - {"allocated", "plain"}:
         raise ValueError("local and remote must be 'allocated' or 'plain'")
+    if processes not in (1, 2):
+        raise ValueError("processes must be 1 or 2")
     transport = make()
     report = Report(transport.name)
+    if processes == 2:
+        where(make)
+        if transport.capabilities().same_process:
+            raise ValueError(f"{transport.name} serves one process only")
     why_not = transport.unavailable()
-    for check in CHECKS:
-        name = check.__name__.removeprefix("check_")
-        reason = why_not or (skip or {}).get(name, "")
-        if reason:
-            report.skipped[name] = reason
-            continue
-        try:
-            run_check(check, make, local=local, remote=remote)
-            report.passed.append(name)
-        except Exception:
-            report.failed[name] = "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
+    with Child() if processes == 2 and not why_not else nullcontext() as child:
+        how: dict[str, Any] = {"local": local, "remote": remote, "child": child}
+        runs = [(_name(check), partial(run_check, check, make, **how)) for check in CHECKS]
+        if faults:
+            runs += [(c.name, partial(run_fault_check, c, make, **how)) for c in FAULT_CHECKS]
+        for name, run in runs:
+            reason = why_not or (skip or {}).get(name, "")
+            if reason:
+                report.skipped[name] = reason
+                continue
+            try:
+                run()
+                report.passed.append(name)
+            except Exception:
+                report.failed[name] = "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
     if report.failed:
         raise ConformanceError(str(report))
     return report
+
+
+def _name(check: Callable[[Pair], None]) -> str:
+    return check.__name__.removeprefix("check_")
