@@ -196,6 +196,10 @@ class HandOff:
         self._closed = False
         engine.handoff = self
 
+    def _new_id(self) -> bytes:
+        """An id that is used once, in the whole world; the simulator makes its own."""
+        return os.urandom(16)
+
     # -- prefill ----------------------------------------------------------------------------
 
     def offer(
@@ -231,7 +235,7 @@ class HandOff:
             )
         engine = self.engine
         engine.check_open()
-        offer_id = os.urandom(16)
+        offer_id = self._new_id()
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -309,7 +313,7 @@ class HandOff:
         engine.check_open()
         now = engine.clock.now()
         deadline = now + limit_s
-        claim_id = os.urandom(16)
+        claim_id = self._new_id()
         offer_id = bytes.fromhex(ours.offer)
         claim = Claim(claim_id, offer_id, table, n_tokens, on_end, now, deadline, self)
         addresses = [_numeric(text) for text in ours.addresses]
