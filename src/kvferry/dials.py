@@ -49,7 +49,7 @@ class Dial:
         while self._left:
             address = self._left.popleft()
             try:
-                sock = sockets.start_connect(address, 2.0)
+                sock = self.engine.connections.start_connect(address)
             except KVFerryError as error:
                 self._tried.append(error)
                 continue
