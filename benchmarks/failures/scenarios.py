@@ -80,10 +80,7 @@ def killed_during(world: World) -> None:
 def restarted(world: World) -> None:
     """The old handle must not read the new process; a new one must work."""
     world.reach()
-    port = world.port
-    world.kill_source()
-    world.source.stop(1.0)
-    world.start_source(port=port, seed=SEED + 1)
+    world.replace_source(seed=SEED + 1)
     world.call(SMALL, FAIL, name="old handle", cause=f"restart|{LOST}")
     world.reach(name="connected again")
 

@@ -115,7 +115,9 @@ class Network:
 
     def reset(self) -> None:
         """From now on every packet is answered by a reset of its connection."""
-        self._rule("-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset")
+        # Not the resets themselves: they have to arrive.
+        tcp = ["-p", "tcp", "!", "--tcp-flags", "RST", "RST"]
+        self._rule(*tcp, "-j", "REJECT", "--reject-with", "tcp-reset")
 
     def mend(self) -> None:
         """Packets arrive again."""

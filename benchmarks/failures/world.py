@@ -29,6 +29,8 @@ NEAR_S, FAR_S = 2.0, 5.0
 MIDWAY_S = 0.4
 """After so long of moving, something happens."""
 SEED = 7
+TERSE_CHARS = 60
+"""An error as short as that says little; what was logged meanwhile is shown with it."""
 SMALL = {"blocks": 64, "block_bytes": 16 << 10}
 LARGE = {"blocks": 1024, "block_bytes": 64 << 10}
 POOL_BYTES = 64 << 20
@@ -84,8 +86,7 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         for child in self._children:
-            child.signal(signal.SIGKILL)
-            child.stop(0.1)
+            end(child)
         self._stack.close()
 
     # -- the processes ----------------------------------------------------------------------
@@ -125,6 +126,12 @@ class World:
 
     def kill_source(self) -> None:
         self.source.signal(signal.SIGKILL)
+
+    def replace_source(self, *, seed: int) -> None:
+        """Kill the source and start another on its port, if it has a say in that."""
+        self._children.remove(self.source)
+        end(self.source)
+        self.start_source(port=self.port, seed=seed)
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -270,6 +277,12 @@ class World:
                     sock.close()
 
 
+def end(child: Child) -> None:
+    """Kill a process, whatever its state."""
+    child.signal(signal.SIGKILL)
+    child.stop(0.1)
+
+
 def talk(port: int, data: bytes, patience_s: float) -> tuple[bytes, bool]:
     """Send bytes to a port of this host: what it said, and whether it still held on at the end."""
     heard = b""
@@ -300,6 +313,6 @@ def last_line(log: Path, begin: int) -> str:
 
 
 def _attempt(record: dict[str, Any], logged: str) -> Attempt:
-    if record["error"] and logged:
+    if logged and 0 < len(record["error"]) < TERSE_CHARS:
         record = {**record, "error": f"{record['error']} [log: {logged}]"}
     return Attempt(**record)
