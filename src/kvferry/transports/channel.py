@@ -103,9 +103,11 @@ class Channel(ABC):
 
         No timeout wakes an idle lane: hundreds of them would keep a core busy for nothing.
         """
-        poller = select.poll()
-        poller.register(self.sock, select.POLLIN)
-        poller.poll()
+        # Otherwise something came already, perhaps into a buffer of the socket's own.
+        if self.is_fresh():
+            poller = select.poll()
+            poller.register(self.sock, select.POLLIN)
+            poller.poll()
 
     def is_fresh(self) -> bool:
         """Whether an idle lane is still usable: nothing unexpected has arrived, no end was seen."""
