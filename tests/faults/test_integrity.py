@@ -11,11 +11,15 @@ import pytest
 
 from kvferry import digests
 from kvferry.errors import CorruptError, DeadlineError, PeerLostError, UsageError
+from kvferry.handoff import HandOff
+from kvferry.layout import KVGeometry
 from kvferry.protocol.messages import Verify
 from kvferry.regions import Spans
 from kvferry.testing.conformance import wait_until
 from kvferry.transports.base import Capabilities
 from kvferry.transports.inproc import InprocTransport
+
+from .helpers import Ends
 
 BLOCK = 4096
 NBYTES = 64 * BLOCK
@@ -284,3 +288,26 @@ def test_too_many_questions_are_refused(pair, monkeypatch):
         _, error = ask(world)
         assert error.code == "busy"
     assert first.wait(5.0) == NBYTES
+
+
+def test_a_claim_of_wrong_bytes_fails_and_prefill_gets_its_blocks_back(make_engine):
+    geometry = KVGeometry("m", 2, 2, 8, "float16", 4, 16)
+    sides = []
+    for name in ("prefill", "decode"):
+        engine = make_engine(
+            name, "garbling", extra={"garbling": Garbling()}, checksum="full", lease_s=5.0
+        )
+        pool = engine.allocate(max(geometry.pool_nbytes, NBYTES))
+        sides.append((engine, HandOff(engine, pool, geometry), pool))
+    (_, prefill, source), (engine, decode, _) = sides
+    source.array[:] = 7
+    engine.transports["garbling"].at = (128, 300)
+    offered, claimed = Ends(), Ends()
+    # Blocks of 64 bytes: block 2 of the first layer's keys lies at 128.
+    offer = prefill.offer([5, 6], 8, on_end=offered, extra={"first_token": 42})
+    decode.claim(offer.params, [2, 3], 8, on_end=claimed)
+    end = claimed.one()
+    assert isinstance(end.error, CorruptError)
+    assert (end.error.stage, end.extra) == ("verify", {})
+    assert offered.one().code == "released"
+    assert decode.statistics()["ended"] == {"claim_corrupt": 1}

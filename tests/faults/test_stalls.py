@@ -6,11 +6,12 @@ import socket
 import threading
 
 import pytest
-from tests.faults.helpers import WHOLE, Held
 
 from kvferry.errors import PeerLostError, StallError
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.conformance import wait_until
+
+from .helpers import WHOLE, Held
 
 STALL_S = 4.0
 
