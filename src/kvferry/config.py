@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -24,7 +25,13 @@ class EngineConfig:
     transports: names allowed, comma separated in the environment; empty means all that work here.
     listen: ``host:port`` for TCP, port 0 for any free one, or empty for no TCP at all.
     advertise: host that peers are told, when it is not the one listened on.
-    insecure: allows listening beyond loopback although nothing is encrypted or authenticated.
+    cluster_key: the secret that all engines share and prove to each other, 16 bytes or more. Text
+        may hold two with a space between while it is being replaced: the first is used, both are
+        accepted.
+    cluster_key_file: the same from a file that others cannot read.
+    tls_cert, tls_key, tls_ca: PEM files; with them TCP is encrypted, and both sides must show a
+        certificate of the authority ``tls_ca``.
+    insecure: allows listening beyond loopback with neither key nor TLS.
     directory: where the Unix socket lies; both containers must mount it. Default is per user.
     heartbeat_s, lost_s: send something after so much silence; count the peer lost after so much.
     connect_s: limit for reaching a peer, hello included.
@@ -50,6 +57,11 @@ class EngineConfig:
     transports: tuple[str, ...] = ()
     listen: str = "127.0.0.1:0"
     advertise: str = ""
+    cluster_key: str | bytes = dataclasses.field(default="", repr=False)
+    cluster_key_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
     insecure: bool = False
     directory: str = ""
     heartbeat_s: float = 1.0

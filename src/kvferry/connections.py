@@ -350,10 +350,6 @@ class Connections:
         """A socket that is connecting; the simulator gives one of its own network."""
         return sockets.start_connect(address, 2.0)
 
-    def start_connect(self, address: Address) -> socket.socket:
-        """A socket that is connecting; the simulator gives one of its own network."""
-        return sockets.start_connect(address, 2.0)
-
     def adopt(self, peer: Peer, dial: Dial) -> None:
         self._dials[peer.fd] = dial
 

@@ -54,8 +54,12 @@ class Dial:
                 self._tried.append(error)
                 continue
             hello = self.engine.connections.hello("control", expected=self.expected)
-            session = self.engine.connections.new_session(hello, caller=True)
-            peer = Peer(self.engine, sock, session, caller=True, address=str(address))
+            connections = self.engine.connections
+            session = connections.new_session(hello, caller=True)
+            is_unix = address.scheme == "unix"
+            tunnel = connections.security.tunnel(is_unix=is_unix, caller=True)
+            where = str(address)
+            peer = Peer(self.engine, sock, session, caller=True, address=where, tunnel=tunnel)
             peer.reached_at.add(address)
             self.peer = peer
             self.engine.loop.add(peer.fd, WRITE, self._connected)

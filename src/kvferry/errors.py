@@ -7,11 +7,13 @@
     |   `-- ConfigError         a setting or an environment value is bad; names the key
     |-- BusyError               a bounded queue is full; nothing was started, retry later
     |-- ClosedError             you closed this engine, session or transfer
+    |-- DeviceError             a GPU, its driver or its compiler refused or failed
     |-- PeerError               something about the other process
     |   |-- UnreachableError    could not connect before the deadline
     |   |-- PeerLostError       was connected; died, froze or was cut off
     |   |-- ProtocolError       it sent bytes that the protocol forbids
-    |   `-- VersionError        it speaks another protocol version
+    |   |-- VersionError        it speaks another protocol version
+    |   `-- AuthError           one side could not prove that it belongs to the cluster
     |-- RegionError             something about registered memory
     |   |-- RegistrationError   memory could not be allocated, registered, exported or mapped
     |   |-- StaleRegionError    the region, its token or its generation is no longer valid
@@ -145,6 +147,15 @@ class ClosedError(KVFerryError):
     code = "closed"
 
 
+class DeviceError(KVFerryError):
+    """A GPU, its driver or its compiler refused or failed.
+
+    After a failed copy the device's context is mostly lost, and the process must be restarted.
+    """
+
+    code = "device"
+
+
 class PeerError(KVFerryError):
     """Something about the other process."""
 
@@ -175,6 +186,12 @@ class VersionError(PeerError):
     """The peer speaks another protocol version. Both versions are in the message."""
 
     code = "version"
+
+
+class AuthError(PeerError):
+    """Cluster key or certificate is missing or wrong on one side. Nothing else was exchanged."""
+
+    code = "auth"
 
 
 class RegionError(KVFerryError):
@@ -293,9 +310,11 @@ _BY_CODE: dict[str, type[KVFerryError]] = {
         UsageError,
         BusyError,
         ClosedError,
+        DeviceError,
         PeerLostError,
         ProtocolError,
         VersionError,
+        AuthError,
         RegistrationError,
         StaleRegionError,
         BoundsError,

@@ -9,10 +9,12 @@ import struct
 from collections.abc import Callable
 
 from kvferry import sockets
-from kvferry.errors import PeerLostError, ProtocolError, UnreachableError
+from kvferry.errors import AuthError, PeerLostError, UnreachableError
 from kvferry.protocol import framing, messages
-from kvferry.protocol.messages import Hello, Reject
+from kvferry.protocol.auth import CallerGreeting
+from kvferry.protocol.messages import Reject
 from kvferry.sockets import Address
+from kvferry.tls import TlsSocket, Tunnel
 
 SLICE_S = 0.1
 """Blocking calls on a lane return at least this often, to look at deadlines and aborts."""
@@ -20,7 +22,8 @@ SLICE_S = 0.1
 
 def connect(
     where: Address,
-    greeting: Hello,
+    greeting: CallerGreeting,
+    tunnel: Tunnel | None,
     fd: int,
     now: Callable[[], float],
     deadline: float,
@@ -28,8 +31,8 @@ def connect(
 ) -> socket.socket:
     """A connected socket whose hellos are exchanged; ``fd`` goes with ours unless it is -1.
 
-    ``check`` is called every SLICE_S and gives up by raising. Raises UnreachableError,
-    PeerLostError, ProtocolError.
+    With a ``tunnel`` the socket is a TlsSocket. ``check`` is called every SLICE_S and gives up by
+    raising. Raises UnreachableError, PeerLostError, ProtocolError, AuthError.
     """
     sock = sockets.start_connect(where, max(deadline - now(), 0.1))
     try:
@@ -48,6 +51,8 @@ def connect(
                     stage="connect",
                     fix="packets are dropped, or the peer's process is frozen",
                 )
+        if tunnel is not None:
+            sock = TlsSocket(sock, tunnel)
         _greet(sock, greeting, fd, now, deadline, check)
     except OSError as error:
         sock.close()
@@ -60,22 +65,38 @@ def connect(
 
 def _greet(
     sock: socket.socket,
-    greeting: Hello,
+    greeting: CallerGreeting,
     fd: int,
     now: Callable[[], float],
     deadline: float,
     check: Callable[[], None],
 ) -> None:
     """Say hello and hear one. A peer that is gone by now was there a moment ago: it is lost."""
-    frame = framing.encode(messages.pack(greeting), descriptors=1 if fd >= 0 else 0)
     try:
-        if sockets.send(sock, frame, (fd,) if fd >= 0 else ()) != len(frame):
-            raise PeerLostError("the peer did not take the hello of a lane", stage="connect")
-        _await_hello(sock, check, now, deadline)
+        _say(sock, greeting.payload, fd)
+        while greeting.hello is None:
+            payload = _hear(sock, check, now, deadline)
+            message = messages.unpack(payload)
+            if isinstance(message, Reject) and message.code != AuthError.code:
+                raise UnreachableError(
+                    f"the peer refused a lane: {message.message}",
+                    stage="connect",
+                    fix="look at the peer's log",
+                )
+            answer = greeting.take(message, payload)
+            if answer is not None:
+                _say(sock, messages.pack(answer), -1)
     except ConnectionError as error:
         raise PeerLostError(
             f"a new lane broke: {error.strerror}", stage="connect", fix="see the peer's log"
         ) from error
+
+
+def _say(sock: socket.socket, payload: bytes, fd: int) -> None:
+    """Send one short frame, for which a new connection has room."""
+    frame = framing.encode(payload, descriptors=1 if fd >= 0 else 0)
+    if sockets.send(sock, frame, (fd,) if fd >= 0 else ()) != len(frame):
+        raise PeerLostError("the peer did not take the hello of a lane", stage="connect")
 
 
 def set_timeouts(sock: socket.socket) -> None:
@@ -86,10 +107,10 @@ def set_timeouts(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
 
 
-def _await_hello(
+def _hear(
     sock: socket.socket, check: Callable[[], None], now: Callable[[], float], deadline: float
-) -> None:
-    """Read exactly the callee's hello on a new lane; what follows belongs to the transport."""
+) -> bytes:
+    """Exactly the payload of the next message; what follows belongs to the transport."""
     data = bytearray()
     wanted = framing.HEADER.size
     header_done = False
@@ -111,15 +132,7 @@ def _await_hello(
         if len(data) == framing.HEADER.size and not header_done:
             header_done = True
             wanted += framing.check_header(data, framing.HELLO_BYTES_MAX)[0]
-    message = messages.unpack(bytes(data[framing.HEADER.size :]))
-    if isinstance(message, Reject):
-        raise UnreachableError(
-            f"the peer refused a lane: {message.message}",
-            stage="connect",
-            fix="look at the peer's log",
-        )
-    if not isinstance(message, Hello):
-        raise ProtocolError("expected a hello on a new lane")
+    return bytes(data[framing.HEADER.size :])
 
 
 def _inet(address: Address) -> tuple[str, int]:

@@ -15,6 +15,7 @@ import contextlib
 import http.client
 import logging
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -29,6 +30,7 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 from kvferry.errors import ClosedError, DeadlineError, PeerLostError, UsageError
+from kvferry.sockets import is_loopback, split_host_port
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +88,8 @@ class Fleet:
     prefill, decode: how many of each; prefill may be 0.
     transports: names that each engine gets as --transport; none leaves the choice to it.
     host, port: where the router listens; port 0 takes a free one. Engines listen on 127.0.0.1.
-    env: environment variables to add for every child.
+    env: environment variables to add for every child. Engines that listen beyond loopback get a
+        random cluster key, unless a key, TLS or ``insecure`` is set.
     log: is given every line that a child writes, and the launcher's own under "kvferry".
     engine_flags, router_flags: more arguments for each engine, for the router.
     start_s, stop_s: deadlines, in seconds, for all to become healthy and for all to end.
@@ -124,6 +127,7 @@ class Fleet:
         self._transports = tuple(transports)
         self._host, self._port = host, port
         self._env = {**_shared_cores(prefill + decode), **os.environ, **(env or {})}
+        self._env.update(_key_of_its_own(self._env, engine_flags))
         self._log = _ignore if log is None else log
         self._engine_flags, self._router_flags = list(engine_flags), list(router_flags)
         self._start_s, self._stop_s = start_s, stop_s
@@ -401,6 +405,22 @@ def _shared_cores(engines: int) -> dict[str, str]:
     """
     threads = max(1, len(os.sched_getaffinity(0)) // engines)
     return {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": str(threads)}
+
+
+def _key_of_its_own(env: Mapping[str, str], engine_flags: Sequence[str]) -> dict[str, str]:
+    """A random cluster key for engines that listen beyond loopback, unless they are secured.
+
+    It travels in the environment: arguments can be seen by every user of the machine.
+    """
+    listen = env.get("KVFERRY_LISTEN", "")
+    for flag, value in zip(engine_flags, [*engine_flags[1:], ""], strict=True):
+        if flag == "--listen" or flag.startswith("--listen="):
+            listen = flag.partition("=")[2] or value
+    chosen = ("CLUSTER_KEY", "CLUSTER_KEY_FILE", "TLS_CERT", "INSECURE")
+    if not listen or any(env.get("KVFERRY_" + name) for name in chosen):
+        return {}
+    host, _ = split_host_port(listen)
+    return {} if is_loopback(host) else {"KVFERRY_CLUSTER_KEY": secrets.token_hex(32)}
 
 
 def _ignore(_name: str, _line: str) -> None:

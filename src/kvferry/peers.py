@@ -6,6 +6,7 @@ Everything here runs under the engine's lock and never blocks, but for :meth:`Pe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry import sockets
 from kvferry.errors import (
+    AuthError,
     BusyError,
     DeadlineError,
     KVFerryError,
@@ -41,6 +43,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.session import Closed, Event, Opened, Received, Session
 from kvferry.sockets import Address
+from kvferry.tls import TlsSocket, Tunnel
 from kvferry.transports.base import Export, PeerView, RemoteRegion
 
 if TYPE_CHECKING:
@@ -73,9 +76,17 @@ class Peer:
     """
 
     def __init__(
-        self, engine: Engine, sock: socket.socket, session: Session, *, caller: bool, address: str
+        self,
+        engine: Engine,
+        sock: socket.socket,
+        session: Session,
+        *,
+        caller: bool,
+        address: str,
+        tunnel: Tunnel | None = None,
     ) -> None:
         self.engine = engine
+        self._tunnel = tunnel
         self.caller = caller
         self.address = address
         self.incarnation = b""
@@ -188,7 +199,7 @@ class Peer:
             self.session.data_to_send()
             return
         try:
-            for data, fds in self.session.data_to_send():
+            for data, fds in self._data_to_send():
                 # Nearly always the socket takes a message whole, and nothing need be kept.
                 sent = 0 if self._outbox or fds else sockets.send(self.sock, data, ())
                 if sent < len(data):
@@ -219,6 +230,15 @@ class Peer:
         if wanted != self._waits_for:
             self._waits_for = wanted
             self.engine.loop.change(self.fd, wanted)
+
+    def _data_to_send(self) -> list[tuple[bytes, tuple[int, ...]]]:
+        """What the session says, sealed where there is TLS."""
+        queued = self.session.data_to_send()
+        if self._tunnel is None:
+            return queued
+        # Also without anything to say: shaking hands has words of its own.
+        sealed = self._tunnel.seal(b"".join(data for data, _ in queued))
+        return [(sealed, ())] if sealed else []
 
     def _end_broken(self) -> None:
         """Take what the peer said before it hung up, then end.
@@ -293,13 +313,25 @@ class Peer:
         else:
             self._is_handling = True
             try:
-                self._handle(self.session.receive(data, self.engine.clock.now()))
+                self._handle(self._receive(data))
             finally:
                 self._is_handling = False
             if self.lost is None:
                 self.flush()
             return True
         return False
+
+    def _receive(self, data: bytes) -> list[Event]:
+        """What bytes from the socket mean, opened where there is TLS."""
+        if self._tunnel is not None:
+            try:
+                data = self._tunnel.open(data)
+            except AuthError as error:
+                # TLS tells the peer in words of its own, as far as the socket takes them.
+                with contextlib.suppress(OSError):
+                    sockets.send(self.sock, self._tunnel.last_words(), ())
+                return [Closed(error.located(peer=self.name))]
+        return self.session.receive(data, self.engine.clock.now())
 
     def _handle(self, events: list[Event]) -> None:
         for event in events:
@@ -424,7 +456,8 @@ class Peer:
         fds, self._fds = list(self._fds), deque()
         for fd in fds[1:]:
             os.close(fd)
-        return self.sock, fds[0] if fds else -1
+        sock = self.sock if self._tunnel is None else TlsSocket(self.sock, self._tunnel)
+        return sock, fds[0] if fds else -1
 
     def end(self, events: list[Event]) -> None:
         """The session is over: close everything that belongs to it and tell the engine, once."""
@@ -450,7 +483,7 @@ class Peer:
         if self._outbox:
             return  # In the middle of a frame the peer would take it for a part of that.
         try:
-            for data, fds in self.session.data_to_send():
+            for data, fds in self._data_to_send():
                 sockets.send(self.sock, data, fds)
         except OSError:
             pass

@@ -198,9 +198,9 @@ def _expect(
 ) -> tuple[float, str]:
     speed = rate.bytes_per_s if rate else can.bytes_per_s * scale
     seconds = can.latency_s + spans * can.span_s + nbytes / speed
-    if rate:
-        return seconds, f"{_rate(speed)} measured in use, {_time(seconds)} for this size"
-    return seconds, f"{_rate(speed)} expected, {_time(seconds)} for this size"
+    note = f", {can.note}" if can.note else ""
+    source = "measured in use" if rate else "expected"
+    return seconds, f"{_rate(speed)} {source}, {_time(seconds)} for this size{note}"
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import threading
@@ -241,7 +242,7 @@ class Registry:
 
     def _find(self, region_id: int, token: bytes) -> Registration:
         registration = self._by_id.get(region_id)
-        if registration is None or registration.region.token != token:
+        if registration is None or not hmac.compare_digest(registration.region.token, token):
             raise StaleRegionError(
                 f"there is no region {region_id} with this token",
                 fix="it was deregistered, or the reference is not from this engine",

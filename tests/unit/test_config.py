@@ -49,6 +49,12 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     assert EngineConfig.from_environment().name == "from-outside"
 
 
+def test_the_cluster_key_is_never_shown() -> None:
+    config = EngineConfig.from_environment({"KVFERRY_CLUSTER_KEY": "a secret of sixteen"})
+    assert config.cluster_key == "a secret of sixteen"
+    assert "secret" not in repr(config.with_defaults())
+
+
 def test_an_argument_wins_and_hides_a_bad_value() -> None:
     config = EngineConfig.from_environment({"KVFERRY_LOST_S": "soon"}, lost_s=7.0)
     assert config.lost_s == 7.0

@@ -29,8 +29,10 @@ ALLOWED = {
     "digests": "regions",
     "protocol": "errors",
     "memory": "errors regions",
-    "lanes": "errors protocol sockets",
-    "transports": "errors regions clock config sockets protocol memory lanes",
+    "tls": "errors",
+    "security": "errors config sockets protocol tls",
+    "lanes": "errors protocol sockets tls",
+    "transports": "errors regions clock config sockets protocol memory lanes tls",
     "planner": "transports.base",
     "transfer": "errors planner",
     "loop": "clock",
@@ -39,14 +41,14 @@ ALLOWED = {
     **dict.fromkeys(
         ("peers", "registry", "dials", "connections", "integrity", "moves", "quarantine", "engine"),
         "errors clock config regions sockets protocol memory transports planner transfer "
-        f"deferring digests lanes kvferry {CORE}",
+        f"deferring digests lanes security tls kvferry {CORE}",
     ),
     "handoff": "errors regions layout sockets planner transfer protocol engine peers registry "
     "transports.base",
     "connectors": "errors config layout engine handoff regions clock",
     "engines": "errors clock config layout engine handoff",
     "router": "errors",
-    "launcher": "errors",
+    "launcher": "errors sockets",
     "cli": "errors config layout engine handoff engines router launcher planner testing kvferry",
     "testing": "errors clock config regions layout protocol memory transports planner transfer "
     f"handoff sockets {CORE}",
@@ -153,7 +155,7 @@ def test_the_order_has_no_circle() -> None:
 def test_nothing_below_the_engine_imports_it() -> None:
     above = {*CORE.split(), "handoff", "connectors", "engines", "router", "launcher", "cli"}
     low = ["errors", "clock", "regions", "config", "sockets", "layout", "protocol", "memory",
-           "lanes", "transports", "planner", "transfer"]  # fmt: skip
+           "lanes", "transports", "planner", "transfer", "tls", "security"]  # fmt: skip
     for name in low:
         assert not {part(target) for target in ALLOWED[name].split()} & above
 

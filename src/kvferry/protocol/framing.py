@@ -15,11 +15,14 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvferry.errors import ProtocolError, VersionError
+from kvferry.errors import AuthError, ProtocolError, VersionError
 
 VERSION = 1
 MAGIC = b"KVFY"
 HEADER = struct.Struct("<4sBBHI")
+
+TLS_BEGINNINGS = (b"\x15\x03", b"\x16\x03")
+"""How alerts and handshakes of TLS begin."""
 
 HELLO_BYTES_MAX = 64 << 10
 """Limit until the hello is accepted: nobody unknown can make us keep more."""
@@ -56,9 +59,16 @@ def encode(payload: bytes, *, descriptors: int = 0, limit: int = CONTROL_BYTES_M
 def check_header(header: bytes | bytearray, limit: int) -> tuple[int, int]:
     """(payload bytes, descriptors) of a 12-byte header.
 
-    Raises ProtocolError for anything that is not ours, VersionError for another version.
+    Raises ProtocolError for anything that is not ours, VersionError for another version, AuthError
+    for the first bytes of TLS.
     """
     magic, version, descriptors, zero, nbytes = HEADER.unpack_from(header)
+    if magic[:2] in TLS_BEGINNINGS:
+        raise AuthError(
+            "the other side speaks TLS and this one does not",
+            stage="connect",
+            fix="set tls_cert, tls_key and tls_ca on both sides or on none",
+        )
     if magic != MAGIC:
         raise ProtocolError(
             f"not a kvferry peer: the stream begins with {bytes(header[:8])!r}",

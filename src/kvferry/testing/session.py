@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.protocol.auth import Keys
 from kvferry.protocol.messages import Hello, Message
 from kvferry.protocol.session import Closed, Event, Opened, Received, Session, State, Timing
 
@@ -38,6 +39,7 @@ class SessionPair:
     """A caller's and a callee's session, joined by a wire that a test can hold, cut or spoil.
 
     caller, callee: the two hellos. timing: of both. piece_bytes: how many bytes arrive at once.
+    keys: the cluster keys of caller and callee.
     Time is the attribute ``now``; the callee answers a good hello at once, as an engine does.
     """
 
@@ -49,14 +51,16 @@ class SessionPair:
         timing: Timing | None = None,
         piece_bytes: int = 1 << 20,
         now: float = 1000.0,
+        keys: tuple[Keys | None, Keys | None] = (None, None),
     ) -> None:
         self.now = now
         self.piece_bytes = piece_bytes
         self.is_cut = False
         patience = timing or Timing()
         ours, theirs = caller or hello("caller"), callee or hello("callee")
-        self.caller = End(Session(ours, caller=True, timing=patience, now=now))
-        self.callee = End(Session(theirs, caller=False, timing=patience, now=now))
+        near, far = keys
+        self.caller = End(Session(ours, caller=True, timing=patience, now=now, keys=near))
+        self.callee = End(Session(theirs, caller=False, timing=patience, now=now, keys=far))
 
     def send(self, sender: End, message: Message, *, fds: tuple[int, ...] = ()) -> None:
         """Queue a message; :meth:`flow` carries it. Descriptors are counted, never passed."""

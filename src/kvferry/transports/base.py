@@ -37,6 +37,7 @@ class Capabilities:
     needs_export: the remote region must carry this transport's export.
     needs_unix: the peers must share a Unix socket, because descriptors are passed.
     latency_s, bytes_per_s, span_s: what to expect before anything was measured.
+    note: what people should know of the path beside its speed, for explanations.
     """
 
     family: str
@@ -50,6 +51,7 @@ class Capabilities:
     latency_s: float = 1e-4
     bytes_per_s: float = 1e9
     span_s: float = 1e-7
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,10 @@ import numpy as np
 from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, RegistrationError
 from kvferry.protocol.messages import Hello
 from kvferry.regions import I64, U64, Region
+from kvferry.tls import TlsSocket
 from kvferry.transports.base import Capabilities, Export, PeerView, RemoteRegion, Services
 from kvferry.transports.channel import Channel, Watch
+from kvferry.transports.sealed import TlsChannel
 from kvferry.transports.stream import StreamedTransport
 
 IOVECS_MAX = 1024
@@ -58,6 +60,9 @@ class TcpTransport(StreamedTransport):
     name = "tcp"
 
     def capabilities(self) -> Capabilities:
+        if self._services is not None and self._services.config.tls_cert:
+            note = "encrypted by TLS"
+            return Capabilities(family="streamed", latency_s=3e-4, bytes_per_s=8e8, note=note)
         return Capabilities(family="streamed", latency_s=2e-4, bytes_per_s=3e9, span_s=1e-7)
 
     def export(self, region: Region, fd: int) -> Export | None:
@@ -71,14 +76,18 @@ class TcpTransport(StreamedTransport):
     ) -> Channel:
         hello = {"purpose": self.name}
         sock = services.open_lane(peer, peer.tcp_address, deadline, hello, check=check)
-        return TcpChannel(sock)
+        return _channel(sock)
 
     def serve(self, sock: socket.socket, fd: int, hello: Hello) -> Channel:
         if fd >= 0:
             os.close(fd)
         if sock.family == socket.AF_UNIX:
             raise ProtocolError("a tcp lane over a Unix socket")
-        return TcpChannel(sock)
+        return _channel(sock)
+
+
+def _channel(sock: socket.socket) -> Channel:
+    return TlsChannel(sock) if isinstance(sock, TlsSocket) else TcpChannel(sock)
 
 
 class TcpChannel(Channel):

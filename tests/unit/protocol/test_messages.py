@@ -19,8 +19,10 @@ A, B = b"a" * 16, b"b" * 16
 
 EXAMPLES: list[Message] = [
     messages.Hello(
-        A, "me", "control", B, A, B, "h", "0.1", ["tcp"], ["unix:/x", "tcp://h:1"], 4096, 2
+        A, "me", "control", B, A, B, "h", "0.1", ["tcp"], ["unix:/x", "tcp://h:1"], 4096, 2, B
     ),
+    messages.Challenge(A, bytes(32)),
+    messages.Proof(bytes(32)),
     messages.Reject("busy", "full"),
     messages.Ping(7),
     messages.Pong(7),
@@ -230,7 +232,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if typing.get_origin(hint) is typing.Annotated:
         hint, meta = typing.get_args(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    longest = min(20, meta.max_length or 20)
+    longest = min(max(20, meta.min_length or 0), meta.max_length or 20)
     if hint is bool:
         return st.booleans()
     if hint is int:
