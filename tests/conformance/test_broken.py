@@ -5,10 +5,11 @@ import threading
 import pytest
 
 from kvferry.errors import KVFerryError
-from kvferry.testing import ConformanceError, check_transport, conformance
+from kvferry.testing import ConformanceError, check_transport, conformance, pairs
 from kvferry.transports import mapped
 from kvferry.transports.base import Operation, RemoteRegion
 from kvferry.transports.inproc import InprocTransport
+from kvferry.transports.staged import StagedTransport
 
 
 class OffByOne(InprocTransport):
@@ -62,7 +63,7 @@ def test_a_broken_transport_is_found(make, check):
 
 
 def test_a_thread_left_behind_is_found(monkeypatch):
-    monkeypatch.setattr(conformance.Snapshot.leaked, "__defaults__", (0.05,))
+    monkeypatch.setattr(pairs.Snapshot.leaked, "__defaults__", (0.05,))
     with pytest.raises(AssertionError, match="kvferry-litter"):
         conformance.run_check(conformance.check_bounds, Littering)
     Littering.over.set()
@@ -71,8 +72,8 @@ def test_a_thread_left_behind_is_found(monkeypatch):
 def test_the_report_names_what_failed(monkeypatch):
     monkeypatch.setattr(conformance, "CHECKS", (conformance.check_bounds, conformance.check_sizes))
     with pytest.raises(ConformanceError, match=r"FAILED sizes: [^!]*wrong from byte"):
-        check_transport(OffByOne)
-    report = check_transport(InprocTransport, skip={"bounds": "for this test"})
+        check_transport(OffByOne, faults=False)
+    report = check_transport(InprocTransport, skip={"bounds": "for this test"}, faults=False)
     assert report.passed == ["sizes"]
     assert report.skipped == {"bounds": "for this test"}
 
@@ -80,3 +81,12 @@ def test_the_report_names_what_failed(monkeypatch):
 def test_unknown_memory_is_refused():
     with pytest.raises(ValueError, match="plain"):
         check_transport(InprocTransport, local="gold")
+
+
+def test_two_processes_need_a_class_that_can_be_found():
+    with pytest.raises(ValueError, match="import"):
+        check_transport(lambda: StagedTransport(), processes=2)
+    with pytest.raises(ValueError, match="one process"):
+        check_transport(InprocTransport, processes=2)
+    with pytest.raises(ValueError, match="1 or 2"):
+        check_transport(StagedTransport, processes=3)

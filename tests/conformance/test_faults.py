@@ -5,10 +5,12 @@ results where a fault must not show; and the next path where there is one.
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
+from kvferry.errors import CorruptError
 from kvferry.testing import FAULTS, FaultyTransport, conformance
-from kvferry.testing.fault_checks import FAULT_CHECKS, QUICK, run_fault_check
+from kvferry.testing.fault_checks import FAULT_CHECKS, QUICK, attempts, run_fault_check
 from kvferry.transports.inproc import InprocTransport
 from kvferry.transports.shm import ShmTransport
 from kvferry.transports.staged import StagedTransport
@@ -85,13 +87,17 @@ def test_checks_hold_under(fault, check, make):
 @pytest.mark.parametrize("make", ALL, ids=name_of)
 @pytest.mark.parametrize("fault", PATH_FAULTS)
 def test_another_path_takes_over(fault, make):
-    seen = []
-
     def check(pair):
-        conformance.check_scattered(pair)
+        for attempt in attempts(pair):
+            error = attempt.end()
+            if fault == "corrupt" and attempt.write and error is not None:
+                # What has spoilt the memory of a peer is not repeated; the path is demoted only.
+                assert isinstance(error, CorruptError)
+                continue
+            assert error is None, f"{attempt} ended with {error!r}"
+            assert attempt.transfer.path.startswith("spare/")
+            assert np.array_equal(attempt.target, attempt.source)
         assert pair.transport.hits > 0, "the fault was never met"
-        seen.extend(pair.near.statistics()["bytes_by_path"])
 
     wrap = partial(FaultyTransport, fault=fault)
     conformance.run_check(check, make, wrap=wrap, spare=Spare, **PATH_FAULTS[fault])
-    assert set(seen) == {"spare/pull", "spare/push"}
