@@ -19,7 +19,7 @@ demo: setup      ## prefill, decode and router on this machine; eight prompts; a
 	$(BIN)/kvferry demo
 
 test: setup      ## all tests but the long soaks
-	$(BIN)/python -m pytest -m "not stress and not bench"
+	$(BIN)/python -m pytest -m "not stress and not bench and not gpu"
 
 check: setup     ## style, types, size of the code
 	$(BIN)/ruff check .
@@ -29,6 +29,7 @@ check: setup     ## style, types, size of the code
 
 bench: setup     ## measure against peers and limits; table and JSON
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.handoff_cost
 
 bench-failures: setup  ## break things under kvferry and its peers; table and JSON
 	$(BIN)/python -m benchmarks.failures
