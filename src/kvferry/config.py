@@ -65,8 +65,8 @@ class EngineConfig:
     insecure: bool = False
     directory: str = ""
     heartbeat_s: float = 1.0
-    lost_s: float = 5.0
-    connect_s: float = 5.0
+    lost_s: float = 4.0
+    connect_s: float = 4.0
     lease_s: float = 5.0
     offer_s: float = 60.0
     transfer_s: float = 30.0
