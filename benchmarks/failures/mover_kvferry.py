@@ -14,7 +14,7 @@ from benchmarks.failures.mover import GUARD_BYTES, POISON, Mover, serve
 from kvferry.config import EngineConfig
 from kvferry.engine import Engine
 from kvferry.regions import Spans
-from kvferry.sockets import is_loopback
+from kvferry.sockets import Address, is_loopback
 
 
 class Ferry(Mover):
@@ -33,7 +33,9 @@ class Ferry(Mover):
             self.allocate(nbytes)
             self.registration = self.engine.register(self.pool, access="read-write")
         reference = base64.b64encode(self.registration.ref).decode()
-        return {"addresses": self.engine.addresses, "region": reference}
+        addresses = self.engine.addresses
+        tcp_port = Address.parse(addresses[-1]).port
+        return {"addresses": addresses, "port": tcp_port, "region": reference}
 
     def connect(self, facts: dict[str, Any], by_port: int) -> None:
         address = f"tcp://127.0.0.1:{by_port}" if by_port else facts["addresses"][0]

@@ -26,7 +26,7 @@ class Mooncake(Mover):
         self.allocate(nbytes)
         self.address = self.pool.ctypes.data
         self._check("register_memory", self.engine.register_memory(self.address, nbytes))
-        return {"address": self.address, "listens": [host, self.engine.get_rpc_port()]}
+        return {"address": self.address, "host": host, "port": self.engine.get_rpc_port()}
 
     @staticmethod
     def _check(call: str, code: int) -> None:
@@ -35,8 +35,7 @@ class Mooncake(Mover):
 
     def connect(self, facts: dict[str, Any], by_port: int) -> None:
         """It has no call for that: the first transfer connects."""
-        host, port = facts["listens"]
-        self._peer = f"{host}:{by_port or port}"
+        self._peer = f"{facts['host']}:{by_port or facts['port']}"
         self._remote_address = facts["address"]
         self._seed = facts.get("seed", 0)
 

@@ -14,11 +14,15 @@ from benchmarks.failures.world import FAR_S, LARGE, NEAR_S, SEED, SMALL, World
 COMPLETE, FAIL, EITHER = Expect.COMPLETE, Expect.FAIL, Expect.EITHER
 
 STOPPED = r"stopped|frozen|suspended"
-LOST = r"lost|gone|ended|closed|reset|broke|refused|died|disconnect|not connected|killed"
+LOST = (
+    r"lost|gone|ended|closed|reset|broke|refused|died|disconnect|not connected|killed|end of file"
+)
 CUT_OFF = r"cut off|dropped|nothing heard|timed? ?out|no connection .*in time|no progress"
-BEYOND = r"outside|beyond|bounds|end at|not registered|unregistered|invalid address|not found"
-GONE = r"deregister|gone|stale|unregistered|not registered"
-FOREIGN = r"not kvferry|not .*protocol|protocol|magic|version|malformed|invalid json|parse"
+BEYOND = (
+    r"outside|beyond|bounds|end at|not registered|unregistered|invalid address|not found|rejected"
+)
+GONE = r"deregister|gone|stale|unregistered|not registered|rejected"
+FOREIGN = r"not kvferry|not .*protocol|protocol|magic|version|malformed|handshake"
 READING = {**LARGE, "times": 1 << 30, "for_s": 3.0}
 """Reads one after the other, until one fails or the time is over."""
 

@@ -93,20 +93,29 @@ class World:
 
     def start(self, nbytes: int = POOL_BYTES) -> None:
         """Both processes, their engines open, and not yet connected."""
-        self.start_source(nbytes)
-        self.target = self._child("target")
+        self.source, self.target = self._child("source"), self._child("target")
         host = self.network.host if self.network else "127.0.0.1"
-        answer = self.target.ask(START_S, do="open", nbytes=nbytes, host=host, port=0, seed=0)
-        self.versions = answer["versions"]
+        self._send_open(self.source, nbytes, port=0, seed=SEED)
+        self.target.send(do="open", nbytes=nbytes, host=host, port=0, seed=0)
+        self.versions = self.target.answer("open", START_S)["versions"]
+        self._take_source(SEED)
 
-    def start_source(self, nbytes: int = POOL_BYTES, *, port: int = 0, seed: int = SEED) -> None:
-        """The source alone: also the one that takes a dead one's place."""
+    def replace_source(self, nbytes: int = POOL_BYTES, *, seed: int) -> None:
+        """Kill the source and start another on its port, if it has a say in that."""
+        self._children.remove(self.source)
+        end(self.source)
         self.source = self._child("source")
+        self._send_open(self.source, nbytes, port=self.port, seed=seed)
+        self._take_source(seed)
+
+    def _send_open(self, source: Child, nbytes: int, *, port: int, seed: int) -> None:
         host = self.network.peer if self.network else "127.0.0.1"
-        answer = self.source.ask(START_S, do="open", nbytes=nbytes, host=host, port=port, seed=seed)
-        self.facts = {**answer["facts"], "seed": seed, "is_far": self.network is not None}
-        ports = system.ports_of(self.source.pid)
-        self.port = ports[0] if ports else 0
+        source.send(do="open", nbytes=nbytes, host=host, port=port, seed=seed)
+
+    def _take_source(self, seed: int) -> None:
+        facts = self.source.answer("open", START_S)["facts"]
+        self.facts = {**facts, "seed": seed, "is_far": self.network is not None}
+        self.port = facts.get("port", 0)
 
     def _child(self, role: str) -> Child:
         directory = os.path.join(self._directory, role if self.network else "both")
@@ -126,12 +135,6 @@ class World:
 
     def kill_source(self) -> None:
         self.source.signal(signal.SIGKILL)
-
-    def replace_source(self, *, seed: int) -> None:
-        """Kill the source and start another on its port, if it has a say in that."""
-        self._children.remove(self.source)
-        end(self.source)
-        self.start_source(port=self.port, seed=seed)
 
     # -- steps ------------------------------------------------------------------------------
 

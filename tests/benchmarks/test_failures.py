@@ -31,7 +31,7 @@ FROZEN = attempt(1.6, "the peer is frozen", cpu_s=0.05)
     ("seen", "outcome", "defects"),
     [
         (step(GOOD, FROZEN), "error", []),
-        (step(attempt(2.1, "Frozen.")), "error", ["late"]),
+        (step(attempt(2.2, "Frozen.")), "error", ["late"]),
         (step(attempt(0.1, "returned -1")), "error", ["vague"]),
         (step(attempt(1.0, "frozen", cpu_s=0.9)), "error", ["busy"]),
         (step(attempt(0.1, "frozen", cpu_s=0.1)), "error", []),
@@ -39,7 +39,7 @@ FROZEN = attempt(1.6, "the peer is frozen", cpu_s=0.05)
         (step(GOOD, expect=Expect.EITHER), "completed", []),
         (step(FROZEN, expect=Expect.EITHER), "error", []),
         (step(GOOD, expect=Expect.COMPLETE), "completed", []),
-        (step(GOOD, FROZEN, expect=Expect.COMPLETE), "1 of 2 failed", ["failed"]),
+        (step(GOOD, GOOD, FROZEN, expect=Expect.COMPLETE), "1 of 3 failed", ["failed"]),
         (
             step(attempt(is_correct=False), GOOD, expect=Expect.EITHER),
             "WRONG BYTES in 1 of 2",
