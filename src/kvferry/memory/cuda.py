@@ -1,0 +1,440 @@
+"""Device memory: gather, scatter and copy of scattered spans by one kernel, and its bookkeeping.
+
+A :class:`CudaDevice` belongs to one engine. Work goes through a :class:`CudaQueue`: one stream of
+the lowest priority, with the pinned and device arenas that its span lists travel through. A queue
+is used by one thread at a time; :meth:`CudaDevice.queue` lends one. Every piece of work returns a
+:class:`Flight`, which is polled: nothing here waits for the device without looking at the time.
+
+Spans that are long, or few, go to the copy engines instead, which leave the multiprocessors to a
+running model and are as fast there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from kvferry.errors import DeviceError, UsageError
+from kvferry.memory.cuda_driver import CudaDriver, DeviceFacts
+from kvferry.regions import I64, U64
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 16 << 10
+"""What one warp copies at a time; longer spans are cut so that all warps have work."""
+THREADS = 256
+BLOCKS_PER_MULTIPROCESSOR = 4
+ENGINE_SPANS_MAX = 32
+"""Up to so many spans of at least ENGINE_BYTES each go to the copy engine, one call per span."""
+ENGINE_BYTES = 1 << 20
+SPINS = 64
+"""A flight is asked so often without a pause; most small ones have landed by then."""
+PAUSE_S, PAUSE_MAX_S = 2e-5, 1e-3
+QUEUES_MAX = 16
+"""So many idle queues are kept per device."""
+
+KERNEL_NAME = "copy_spans"
+KERNEL_SOURCE = r"""
+typedef unsigned long long u64;
+
+template <typename T>
+__device__ void move(char *t, const char *s, u64 size, int lane)
+{
+    T *to = (T *)t;
+    const T *from = (const T *)s;
+    u64 n = size / sizeof(T), i = lane;
+    for (; i + 96 < n; i += 128) {
+        T a = __ldcs(from + i), b = __ldcs(from + i + 32);
+        T c = __ldcs(from + i + 64), d = __ldcs(from + i + 96);
+        __stcs(to + i, a);
+        __stcs(to + i + 32, b);
+        __stcs(to + i + 64, c);
+        __stcs(to + i + 96, d);
+    }
+    for (; i < n; i += 32)
+        __stcs(to + i, __ldcs(from + i));
+    for (i = n * sizeof(T) + lane; i < size; i += 32)
+        t[i] = s[i];
+}
+
+/* A warp takes one part of one span at a time. The widest access that both addresses allow moves
+ * it, after the few bytes that bring both to a boundary where they share one. */
+extern "C" __global__ void copy_spans(const u64 *target, const u64 *source, const u64 *length,
+                                      u64 count, u64 parts, u64 part)
+{
+    u64 warps = ((u64)gridDim.x * blockDim.x) >> 5;
+    u64 warp = ((u64)blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+    int lane = threadIdx.x & 31;
+    for (u64 w = warp; w < count * parts; w += warps) {
+        u64 i = w / parts, skip = (w % parts) * part, whole = length[i];
+        if (skip >= whole)
+            continue;
+        u64 size = whole - skip < part ? whole - skip : part;
+        char *t = (char *)(target[i] + skip);
+        const char *s = (const char *)(source[i] + skip);
+        u64 apart = ((u64)t ^ (u64)s) & 15;
+        u64 head = apart == 0 ? (16 - ((u64)t & 15)) & 15 : 0;
+        if (head > size)
+            head = size;
+        if ((u64)lane < head)
+            t[lane] = s[lane];
+        t += head, s += head, size -= head;
+        if (apart == 0)
+            move<int4>(t, s, size, lane);
+        else if (apart == 8 && ((u64)t & 7) == 0)
+            move<int2>(t, s, size, lane);
+        else if ((apart & 3) == 0 && ((u64)t & 3) == 0)
+            move<int>(t, s, size, lane);
+        else
+            move<char>(t, s, size, lane);
+    }
+}
+"""
+
+
+class Flight:
+    """Work that the device has been given. Poll :meth:`is_done`, or :meth:`wait`."""
+
+    def __init__(self, queue: CudaQueue, number: int) -> None:
+        self._queue = queue
+        self._number = number
+        self._done = False
+
+    def is_done(self) -> bool:
+        """Whether it has landed; its arenas are free again then. Raises DeviceError if it failed.
+
+        After an error nothing is known about its target, and most devices need a new process.
+        """
+        self._done = self._done or self._queue.has_landed(self._number)
+        return self._done
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Block until it has landed; ``check`` is called in between and gives up by raising.
+
+        Then the work goes on: its memory must stay as it is until :meth:`is_done` says so.
+        """
+        for _ in range(SPINS):
+            if self.is_done():
+                return
+        pause = PAUSE_S
+        while not self.is_done():
+            check()
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE_MAX_S)
+
+
+class CudaDevice:
+    """A device as one engine uses it. Thread-safe.
+
+    blocks: thread blocks of a copy at most; fewer leave more of the device to the model and copy
+    more slowly. 0 takes four per multiprocessor, which is the fastest.
+    """
+
+    def __init__(self, driver: CudaDriver, facts: DeviceFacts, *, blocks: int = 0) -> None:
+        self.driver = driver
+        self.facts = facts
+        self.blocks = blocks or BLOCKS_PER_MULTIPROCESSOR * facts.multiprocessors
+        self._lock = threading.Lock()
+        self._idle: list[CudaQueue] = []
+        self._lent: set[CudaQueue] = set()
+        self._closed = False
+        driver.use(facts.ordinal)
+        self.kernel = driver.kernel(KERNEL_SOURCE, KERNEL_NAME)
+
+    def use(self) -> None:
+        """Make the device current in the calling thread."""
+        self.driver.use(self.facts.ordinal)
+
+    @contextmanager
+    def queue(self) -> Iterator[CudaQueue]:
+        """A queue for the calling thread. What it was given must have landed at the end, or the
+        queue is given up: its arenas stay until the engine closes."""
+        queue = self.take()
+        try:
+            yield queue
+        finally:
+            self.give(queue)
+
+    def take(self) -> CudaQueue:
+        """A queue, for a caller that keeps it for longer. Raises DeviceError."""
+        self.use()
+        with self._lock:
+            if self._closed:
+                raise DeviceError("the device was closed with its engine")
+            queue = self._idle.pop() if self._idle else CudaQueue(self)
+            self._lent.add(queue)
+            return queue
+
+    def give(self, queue: CudaQueue) -> None:
+        """The end of :meth:`take`."""
+        self.use()
+        landed = queue.is_idle()
+        with self._lock:
+            if landed:
+                self._lent.discard(queue)
+            keep = landed and not self._closed and len(self._idle) < QUEUES_MAX
+            if keep:
+                self._idle.append(queue)
+        if landed and not keep:
+            queue.close()
+
+    def close(self) -> None:
+        """Give all queues back. Those with work that never landed are left to the driver."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        with suppress(DeviceError):
+            self.use()
+            for queue in idle:
+                queue.close()
+
+
+class CudaQueue:
+    """A stream and its arenas. One thread at a time; the device must be current in it."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.device = device
+        self._driver = device.driver
+        self._stream = self._driver.stream()
+        self._events: list[Any] = []
+        self._flying: dict[int, tuple[Any, tuple[_Arena, ...]]] = {}
+        self._flights = 0
+        self._lists: list[_Arena] = []
+        self._bounces: list[_Arena] = []
+
+    def copy_spans(self, target: U64, source: U64, lengths: I64) -> Flight:
+        """Copy ``lengths[i]`` bytes from ``source[i]`` to ``target[i]`` for every i; addresses that
+        this device can reach. uint64[n], uint64[n], int64[n]; returns at once.
+
+        No address is checked: a bad one loses the device's context. Source and target must not
+        overlap. Raises UsageError for arrays that do not fit, DeviceError.
+        """
+        if not target.size == source.size == lengths.size:
+            raise UsageError("the three arrays must hold the same number of elements")
+        held: tuple[_Arena, ...] = ()
+        if _is_for_engine(lengths):
+            for t, s, n in zip(target.tolist(), source.tolist(), lengths.tolist(), strict=True):
+                self._driver.copy(t, s, n, self._stream)
+        elif lengths.size:
+            held = self._launch(target, source, lengths)
+        return self._flight(*held)
+
+    def gather(self, target: int, sources: U64, lengths: I64) -> Flight:
+        """Copy scattered device memory to one place in pinned host memory, in order."""
+        return self._through_bounce(target, sources, lengths, to_host=True)
+
+    def scatter(self, source: int, targets: U64, lengths: I64) -> Flight:
+        """Copy one place in pinned host memory to scattered device memory, in order."""
+        return self._through_bounce(source, targets, lengths, to_host=False)
+
+    def _through_bounce(self, host: int, spans: U64, lengths: I64, *, to_host: bool) -> Flight:
+        """Kernels that touch host memory themselves are slower than a bounce through device memory
+        and the copy engine, and share a device badly with those of other processes."""
+        ends = np.cumsum(lengths)
+        nbytes = int(ends[-1]) if ends.size else 0
+        flat = (ends - lengths).view("u8")
+        if _is_for_engine(lengths):
+            places = zip(flat.tolist(), spans.tolist(), lengths.tolist(), strict=True)
+            for offset, at, n in places:
+                target, source = (host + offset, at) if to_host else (at, host + offset)
+                self._driver.copy(target, source, n, self._stream)
+            return self._flight()
+        bounce = self._arena(self._bounces, nbytes, pinned=False)
+        inside = flat + np.uint64(bounce.device)
+        held: tuple[_Arena, ...] = ()
+        try:
+            if to_host:
+                held = self._launch(inside, spans, lengths)
+                self._driver.copy(host, bounce.device, nbytes, self._stream)
+            else:
+                self._driver.copy(bounce.device, host, nbytes, self._stream)
+                held = self._launch(spans, inside, lengths)
+        except DeviceError:
+            self._flight(bounce, *held)  # What was begun may still use them.
+            raise
+        return self._flight(bounce, *held)
+
+    def _launch(self, target: U64, source: U64, lengths: I64) -> tuple[_Arena, ...]:
+        """Upload the lists and start the kernel."""
+        target, source, lengths, parts = cut_parts(target, source, lengths)
+        count = lengths.size
+        arena = self._arena(self._lists, 24 * count, pinned=True)
+        lists = arena.words[: 3 * count].reshape(3, count)
+        lists[0], lists[1], lists[2] = target, source, lengths.view("u8")
+        warps = THREADS // 32
+        blocks = min(self.device.blocks, -(-count * parts // warps))
+        where = (arena.device, arena.device + 8 * count, arena.device + 16 * count)
+        arguments = (*where, count, parts, PART_BYTES)
+        try:
+            self._driver.copy(arena.device, arena.host, 24 * count, self._stream)
+            self._driver.launch(self.device.kernel, blocks, THREADS, arguments, self._stream)
+        except DeviceError:
+            self._flight(arena)  # What was begun may still use it.
+            raise
+        return (arena,)
+
+    def _flight(self, *held: _Arena) -> Flight:
+        event = self._events.pop() if self._events else self._driver.event()
+        self._driver.record(event, self._stream)
+        self._flights += 1
+        self._flying[self._flights] = (event, held)
+        return Flight(self, self._flights)
+
+    def has_landed(self, number: int) -> bool:
+        """Whether this flight is over; then its arenas may be used again."""
+        if number not in self._flying:
+            return True
+        event, held = self._flying[number]
+        if not self._driver.is_done(event):
+            return False
+        del self._flying[number]
+        for arena in held:
+            (self._lists if arena.host else self._bounces).append(arena)
+        self._events.append(event)
+        return True
+
+    def is_idle(self) -> bool:
+        """Whether everything that it was given has landed."""
+        try:
+            return all(self.has_landed(number) for number in list(self._flying))
+        except DeviceError:
+            return False
+
+    def _arena(self, free: list[_Arena], nbytes: int, *, pinned: bool) -> _Arena:
+        for place, arena in enumerate(free):
+            if arena.nbytes >= nbytes:
+                return free.pop(place)
+        if free:
+            free.pop().close(self._driver)
+        return _Arena(self._driver, max(1 << (nbytes - 1).bit_length(), 1 << 16), pinned=pinned)
+
+    def close(self) -> None:
+        """Give stream, events and arenas back. Only when idle."""
+        for arena in (*self._lists, *self._bounces):
+            arena.close(self._driver)
+        for event in self._events:
+            self._driver.free_event(event)
+        self._driver.free_stream(self._stream)
+        self._lists, self._bounces, self._events = [], [], []
+
+
+class _Arena:
+    """Device memory, and pinned host memory of the same size if asked for."""
+
+    def __init__(self, driver: CudaDriver, nbytes: int, *, pinned: bool) -> None:
+        self.nbytes = nbytes
+        self.host = driver.host_alloc(nbytes) if pinned else 0
+        try:
+            self.device = driver.alloc(nbytes)
+        except DeviceError:
+            if self.host:
+                driver.host_free(self.host)
+            raise
+        if pinned:
+            memory = (ctypes.c_uint64 * (nbytes // 8)).from_address(self.host)
+            self.words: U64 = np.ctypeslib.as_array(memory)
+
+    def close(self, driver: CudaDriver) -> None:
+        driver.free(self.device)
+        if self.host:
+            driver.host_free(self.host)
+
+
+def _is_for_engine(lengths: I64) -> bool:
+    few = lengths.size <= ENGINE_SPANS_MAX
+    return few and bool(lengths.size) and int(lengths.min()) >= ENGINE_BYTES
+
+
+def cut_parts(target: U64, source: U64, lengths: I64) -> tuple[U64, U64, I64, int]:
+    """Lists such that every span has at most ``parts`` parts of PART_BYTES, and few are empty.
+
+    Spans of one size are cut by the kernel, which needs no longer lists for it; a mixture with long
+    ones is cut here.
+    """
+    longest = int(lengths.max())
+    parts = -(-longest // PART_BYTES)
+    if parts == 1 or int(lengths.min()) > longest - PART_BYTES:
+        return target, source, lengths, parts
+    count = -(-lengths // PART_BYTES)
+    which = np.repeat(np.arange(lengths.size), count)
+    skip = (np.arange(which.size) - np.repeat(np.cumsum(count) - count, count)) * PART_BYTES
+    sizes = np.minimum(lengths[which] - skip, PART_BYTES)
+    return target[which] + skip.view("u8"), source[which] + skip.view("u8"), sizes, 1
+
+
+def device_address(buffer: Any) -> tuple[int, int] | None:
+    """(address, nbytes) of the device memory behind an object; None if it is not such memory.
+
+    Understands tensors of torch, ``__cuda_array_interface__`` (cupy, numba and others) and DLPack.
+    Raises UsageError for memory that is not contiguous, or has no bytes.
+    """
+    device = getattr(getattr(buffer, "device", None), "type", "")
+    if device == "cuda" and hasattr(buffer, "data_ptr"):
+        found = int(buffer.data_ptr()), int(buffer.numel()) * int(buffer.element_size())
+        dense = bool(buffer.is_contiguous())
+    elif hasattr(buffer, "__cuda_array_interface__"):
+        facts = buffer.__cuda_array_interface__
+        shape, size = tuple(facts["shape"]), int(np.dtype(facts["typestr"]).itemsize)
+        found = int(facts["data"][0]), size * int(np.prod(shape, dtype=np.int64))
+        strides = facts.get("strides")
+        dense = strides is None or _is_dense(shape, [step // size for step in strides])
+    elif hasattr(buffer, "__dlpack_device__") and int(buffer.__dlpack_device__()[0]) == _DL_CUDA:
+        address, sizes, steps, size = _dlpack(buffer)
+        found = address, size * int(np.prod(sizes, dtype=np.int64))
+        dense = steps is None or _is_dense(sizes, steps)
+    else:
+        return None
+    if found[1] == 0:
+        raise UsageError("cannot register 0 bytes")
+    if not dense:
+        raise UsageError("this device array is not contiguous", fix="pass a contiguous copy")
+    return found
+
+
+def _is_dense(shape: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether steps, counted in elements, are those of an array in C order without gaps."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(steps), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+_DL_CUDA = 2
+
+
+class _DLTensor(ctypes.Structure):
+    """dlpack.h of DLPack, which is the same from version 0.2 to 1.1."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+def _dlpack(buffer: Any) -> tuple[int, list[int], list[int] | None, int]:
+    """(address, shape, steps in elements or None, bytes per element)."""
+    capsule = buffer.__dlpack__(stream=-1)  # -1: no waiting; whoever registers has waited.
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+    shape = tensor.shape[: tensor.ndim]
+    steps = tensor.strides[: tensor.ndim] if tensor.strides else None
+    size = tensor.bits * tensor.lanes // 8
+    return (tensor.data or 0) + tensor.byte_offset, shape, steps, size
