@@ -90,3 +90,24 @@ def test_two_processes_need_a_class_that_can_be_found():
         check_transport(InprocTransport, processes=2)
     with pytest.raises(ValueError, match="1 or 2"):
         check_transport(StagedTransport, processes=3)
+
+
+@pytest.mark.slow
+def test_a_report_of_two_processes(monkeypatch):
+    rows = tuple(row for row in conformance.FAULT_CHECKS if row.fault == "truncate")
+    monkeypatch.setattr(conformance, "CHECKS", (conformance.check_cut_differently,))
+    monkeypatch.setattr(conformance, "FAULT_CHECKS", rows)
+    report = check_transport(StagedTransport, remote="plain", processes=2)
+    assert report.passed == ["cut_differently", "fault_truncate"]
+
+
+@pytest.mark.slow
+def test_an_engine_left_open_in_the_other_process_is_found(children, monkeypatch):
+    look = "result = hosted._before.leaked(0.05)"
+    monkeypatch.setattr(pairs.FarChild, "close", lambda _: None)
+    monkeypatch.setattr(pairs.FarChild, "leaked", lambda far: far.call(look))
+    with pytest.raises(AssertionError, match="left behind in the other process"):
+        conformance.run_check(
+            conformance.check_cut_differently, StagedTransport, child=children["staged"]
+        )
+    children["staged"].run("hosted.close()")

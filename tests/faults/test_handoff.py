@@ -188,6 +188,38 @@ def test_the_claim_ends_only_when_its_reading_has_stopped(make_side):
     assert len(offered.all) == len(claimed.all) == 1
 
 
+def test_blocks_that_may_still_be_written_to_are_not_given_back(make_side):
+    prefill, decode, held = with_held(make_side)
+    held.ends_on_abort = False
+    decode.engine.moves.stop_s = 0.02
+    offered, claimed = Ends(), Ends()
+    offer = prefill.handoff.offer(BLOCKS, TOKENS, on_end=offered)
+    decode.handoff.claim(offer.params, [0, 1, 2], TOKENS, on_end=claimed, deadline_s=0.05)
+    # The hand-off is over on both sides; only decode's blocks are kept back.
+    assert not offered.one(2.0).delivered
+    assert_nothing_left(prefill, decode)
+    assert decode.engine.statistics()["quarantined"] == 1
+    assert not claimed.all
+    (op,) = held.ops
+    held.end(op)
+    assert isinstance(claimed.one(2.0).error, DeadlineError)
+    assert decode.engine.statistics()["quarantined"] == 0
+    assert len(claimed.all) == 1
+
+
+def test_closing_gives_back_what_was_in_quarantine(make_side):
+    prefill, decode, held = with_held(make_side)
+    held.ends_on_abort = False
+    decode.engine.moves.stop_s = 0.02
+    claimed = Ends()
+    offer = prefill.handoff.offer(BLOCKS, TOKENS, on_end=Ends())
+    decode.handoff.claim(offer.params, [0, 1, 2], TOKENS, on_end=claimed, deadline_s=0.05)
+    wait_until(lambda: decode.engine.statistics()["quarantined"], "it never ended")
+    held.ops.clear()  # It is lost for ever.
+    decode.engine.close()
+    assert isinstance(claimed.one().error, DeadlineError)
+
+
 def test_prefill_withdraws_while_decode_reads(make_side):
     prefill, decode, held = with_held(make_side)
     offered, claimed = Ends(), Ends()

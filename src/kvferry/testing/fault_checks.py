@@ -206,6 +206,7 @@ def check_drop_completion(pair: Pair) -> None:
     expect(made, (DeadlineError, StallError))
     assert time.monotonic() - began < SHORT_S + STOP_S + 2.0, "much later than its deadline"
     in_quarantine(pair, made)
+    wait_until(lambda: path.silent == len(made), "some bytes still move")
     assert path.release() == len(made)
     sound_again(pair, made)
 
@@ -371,7 +372,7 @@ FAULT_CHECKS: tuple[FaultCheck, ...] = (
         "each pause is shorter than `stall_s`",
         "success, never StallError; DeadlineError if the deadline is too short",
         check_slow,
-        QUICK | {"stall_s": 0.5},
+        QUICK | {"stall_s": 1.0},
     ),
     FaultCheck(
         "drop_completion",
