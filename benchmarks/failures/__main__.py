@@ -22,7 +22,7 @@ from benchmarks.failures.verdict import Row
 from benchmarks.failures.world import EndedError, Mover, World
 from benchmarks.process import BENCH_PYTHON, OWN_PYTHON, ROOT
 
-LIMIT_S = 12.0
+LIMIT_S = 10.0
 
 
 def all_movers() -> list[Mover]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.base import KIB, MIB
 from benchmarks.failures.verdict import Attempt, Expect, Step
@@ -23,6 +23,8 @@ BEYOND = (
 )
 GONE = r"deregister|gone|stale|unregistered|not registered|rejected"
 FOREIGN = r"not kvferry|not .*protocol|protocol|magic|version|malformed|handshake"
+MOVING_S = 10.0
+"""For a call that moves much on a small machine: there it is not the wait that counts."""
 READING = {**LARGE, "times": 1 << 30, "for_s": 3.0}
 """Reads one after the other, until one fails or the time is over."""
 
@@ -131,17 +133,21 @@ def reset_during(world: World) -> None:
 
 def threads_256(world: World) -> None:
     world.reach()
-    world.call({"blocks": 256, "block_bytes": 16 * KIB, "threads": 10, "times": 10})
+    world.call(
+        {"blocks": 256, "block_bytes": 16 * KIB, "threads": 10, "times": 10}, within_s=MOVING_S
+    )
 
 
 def threads_1024(world: World) -> None:
     world.reach()
-    world.call({"blocks": 1024, "block_bytes": 16 * KIB, "threads": 10, "times": 5})
+    world.call(
+        {"blocks": 1024, "block_bytes": 16 * KIB, "threads": 10, "times": 5}, within_s=MOVING_S
+    )
 
 
 def oversized(world: World) -> None:
     world.reach()
-    world.call({"blocks": 65536, "block_bytes": 2 * KIB}, name="65,536 blocks")
+    world.call({"blocks": 65536, "block_bytes": 2 * KIB}, name="65,536 blocks", within_s=MOVING_S)
     world.call(SMALL, name="64 blocks right after")
 
 
@@ -183,9 +189,12 @@ def deregistered_during(world: World) -> None:
         ended[0] = world.source.ask(do="deregister")["ended"]
 
     step = world.call(READING, FAIL, cause=GONE, meanwhile=take_back)
-    late = [a for a in step.attempts if not a.error and a.begin > ended[0] + 0.1]
-    if late and step.errors:
-        world.notes.append(f"{len(late)} reads succeeded after it was taken back")
+    # What was under way meanwhile may have either bytes, so it does not count.
+    counted = [
+        attempt if attempt.begin > ended[0] else replace(attempt, is_correct=True)
+        for attempt in step.attempts
+    ]
+    world.steps[-1] = replace(step, attempts=tuple(counted))
 
 
 # -- strangers at the port ------------------------------------------------------------------------

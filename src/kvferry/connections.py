@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 STRANGERS_MAX = 128
 """Accepted connections whose hello is still awaited."""
+ENDINGS_MAX = 256
+"""Peers that are gone, and of which it is still known why."""
 SESSIONS_PER_PEER_MAX = 16
 """Control connections of one incarnation."""
 ACCEPT_PAUSE_S = 0.5
@@ -68,6 +70,7 @@ class Connections:
         self._strangers: dict[int, Peer] = {}
         self._dials: dict[int, Dial] = {}
         self._dialling: list[Dial] = []
+        self._endings: dict[bytes, tuple[str, str]] = {}
         self._closed = False
 
     # -- listening --------------------------------------------------------------------------
@@ -142,7 +145,6 @@ class Connections:
             fix="try again in a moment",
         )
         oldest.end(oldest.session.reject(error))
-
 
     def _refuse_without_descriptor(self, listener: socket.socket, error: OSError) -> None:
         """No descriptor is free: use the spare one to tell the caller, instead of spinning."""
@@ -406,8 +408,11 @@ class Connections:
         for peer in self._peers.get(incarnation, []):
             if peer.is_open() and peer.caller:
                 return peer
+        name, why = self._endings.get(incarnation, ("", ""))
         raise PeerLostError(
-            "there is no connection to the peer that owns this region",
+            "there is no connection to the peer that owns this region"
+            + (f"; the last one ended because: {why}" if why else ""),
+            peer=name,
             stage="plan",
             fix="connect again; if its process was restarted, its regions are new ones",
         )
@@ -502,6 +507,11 @@ class Connections:
                 del self._peers[peer.incarnation]
             last = not self.has(peer.incarnation)
             assert peer.lost is not None
+            if peer.caller:
+                self._endings.pop(peer.incarnation, None)
+                self._endings[peer.incarnation] = (peer.name, peer.lost.message)
+                if len(self._endings) > ENDINGS_MAX:
+                    del self._endings[next(iter(self._endings))]
             if not self._closed:
                 why = str(peer.lost)
                 log.info("%s: peer %s is gone: %s", self._engine.config.name, peer.name, why)
