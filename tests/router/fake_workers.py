@@ -116,6 +116,10 @@ async def offers_nothing(_worker: FakeWorker, _request: web.Request) -> web.Stre
     return web.json_response({"id": "p", "kv_transfer_params": None})
 
 
+async def recomputes(_worker: FakeWorker, _request: web.Request) -> web.StreamResponse:
+    return web.json_response({"text": "whole"}, headers={"x-kvferry-handoff": "recomputed"})
+
+
 async def answers(_worker: FakeWorker, _request: web.Request) -> web.StreamResponse:
     return web.json_response({"text": "whole"}, headers={"x-worker": "kept"})
 

@@ -7,6 +7,7 @@ from fake_workers import (
     answers,
     offers,
     offers_nothing,
+    recomputes,
     rejects,
     resets,
     run,
@@ -60,6 +61,22 @@ def test_a_prefill_that_offers_nothing_is_not_asked_again():
                 async with made.post() as answer:
                     await answer.read()
         assert made.prefill[0].abandoned == []
+
+    run(body())
+
+
+def test_a_decode_that_could_not_load_and_says_so():
+    """It may be cut off from prefill, which then hears of it from nobody but the router."""
+
+    async def body():
+        async with site([offers], [recomputes]) as made:
+            async with made.post() as answer:
+                assert answer.status == 200
+                assert answer.headers["x-kvferry-handoff"] == "recomputed"
+            await until(lambda: made.prefill[0].abandoned)
+            asked = made.prefill[0].seen[0].headers["x-kvferry-attempt"]
+            await until(lambda: not made.router._abandoner._tasks)
+            assert made.prefill[0].abandoned == [asked]
 
     run(body())
 

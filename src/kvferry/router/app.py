@@ -295,6 +295,7 @@ class Router:
                 upstream = await send(self._session, leg, request.path, headers, body)
                 try:
                     status = str(upstream.status)
+                    self._note_recomputed(upstream, exchange)
                     response = await relay.run(upstream, leg, self._names(exchange))
                 finally:
                     upstream.close()
@@ -312,6 +313,16 @@ class Router:
         kinds = {4: "client_error", 5: "upstream_error"}
         exchange.outcome = kinds.get(upstream.status // 100, "ok")
         return response
+
+    def _note_recomputed(self, upstream: aiohttp.ClientResponse, exchange: Exchange) -> None:
+        """Let prefill have back what decode could not load: where the two do not hear each other,
+        prefill would keep it until it expires, and soon have no blocks left for anybody.
+        """
+        if upstream.headers.get(HANDOFF_HEADER) != "recomputed" or exchange.asked is None:
+            return
+        exchange.handoff = "recomputed"
+        self._abandoner.tell(*exchange.asked)
+        exchange.asked = None
 
     # What both legs share
 

@@ -33,6 +33,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Queue = asyncio.Queue[Output]
 
 ATTEMPT_HEADER = "x-kvferry-attempt"
+HANDOFF_HEADER = "x-kvferry-handoff"
 ATTEMPTS_MAX = 1024
 """Latest requests with an offer that a router may still abandon by the name of its attempt."""
 RETRY_AFTER_S = 1
@@ -234,12 +235,15 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
 
 async def _whole(request: web.Request, reply: Reply, outputs: Queue) -> web.StreamResponse:
     """Wait for all answers, then write them. Written here, so that a failure to write is seen."""
-    while not reply.is_complete:
+    while True:
         output = await outputs.get()
         if output.error is not None:
             raise output.error
         reply.add(output)
+        if reply.is_complete:
+            break
     response = _json(reply.body())
+    response.headers.update(_handoff_headers(output.sequence))
     await response.prepare(request)
     await response.write_eof()
     return response
@@ -251,7 +255,11 @@ async def _stream(request: web.Request, reply: Reply, outputs: Queue) -> web.Str
     if output.error is not None:
         raise output.error
     response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        headers={
+            "Content-Type": "text/event-stream",
+            "Cache-Control": "no-cache",
+            **_handoff_headers(output.sequence),
+        }
     )
     await response.prepare(request)
     events = [_event(chunk) for chunk in reply.opening()]
@@ -269,6 +277,11 @@ async def _stream(request: web.Request, reply: Reply, outputs: Queue) -> web.Str
     await _write(request, response, b"".join([*events, DONE]))
     await response.write_eof()
     return response
+
+
+def _handoff_headers(sequence: Sequence) -> dict[str, str]:
+    """Tells a router that an offer was not used, and that prefill may not know of it."""
+    return {HANDOFF_HEADER: "recomputed"} if sequence.is_recomputed else {}
 
 
 async def _end_with_error(

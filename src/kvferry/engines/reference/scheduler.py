@@ -319,6 +319,7 @@ class Scheduler:
             self._fail(sequence, error)
             return
         log.info("%s: its KV was not loaded and is computed here: %s", sequence.id, error)
+        sequence.is_recomputed = True
         self._recomputed_count += 1
         self._observer.recomputed()
         self._ledger.enter(sequence, State.RUNNING)

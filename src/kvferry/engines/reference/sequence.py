@@ -168,6 +168,7 @@ class Sequence:
         self.arrived_s = 0.0
         self.deadline_s = math.inf
         self.is_answered = False
+        self.is_recomputed = False  # its KV was to be loaded and was computed here
         """Whether the consumer has its last output, or wants none."""
         self.is_overdue = False
         """Whether the connector still holds the blocks after it should have stopped."""

@@ -96,7 +96,8 @@ class Site:
         async with self.http.post(
             self.address + path, data=json.dumps({"temperature": 0, **body})
         ) as response:
-            return response.status, await response.json(), response.headers
+            answer = await (response.text() if body.get("stream") else response.json())
+            return response.status, answer, response.headers
 
     async def get(self, path):
         async with self.http.get(self.address + path) as response:
@@ -341,6 +342,25 @@ def test_prefill_and_decode_over_http_equal_one_process(stream):
             assert "role" in error["error"]["message"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_says_when_its_kv_was_computed_again(stream):
+    async def body(site):
+        asks = {"prompt": [1], "stream": stream, "max_tokens": 3}
+        asking = asyncio.create_task(site.post(**asks, kv_transfer_params=PREFILL_ELSEWHERE))
+        while not site.connector.claims:
+            await asyncio.sleep(0)
+        (on_end,) = site.connector.claims.values()
+        on_end(ClaimResult(error=HandoffError("the peer is gone")))
+        status, _, headers = await asking
+        assert (status, headers["x-kvferry-handoff"]) == (200, "recomputed")
+        status, _, headers = await site.post(**asks)
+        assert status == 200
+        assert "x-kvferry-handoff" not in headers
+        await site.empty()
+
+    run(body)
 
 
 def test_a_load_that_fails_is_a_clear_error_where_that_is_the_policy():
