@@ -413,7 +413,7 @@ def _key_of_its_own(env: Mapping[str, str], engine_flags: Sequence[str]) -> dict
     It travels in the environment: arguments can be seen by every user of the machine.
     """
     listen = env.get("KVFERRY_LISTEN", "")
-    for flag, value in zip(engine_flags, [*engine_flags[1:], ""], strict=True):
+    for flag, value in zip(engine_flags, [*engine_flags, ""][1:], strict=True):
         if flag == "--listen" or flag.startswith("--listen="):
             listen = flag.partition("=")[2] or value
     chosen = ("CLUSTER_KEY", "CLUSTER_KEY_FILE", "TLS_CERT", "INSECURE")

@@ -6,7 +6,6 @@ Everything here runs under the engine's lock and never blocks, but for :meth:`Pe
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvferry import sockets
+from kvferry import sockets, tls
 from kvferry.errors import (
     AuthError,
     BusyError,
@@ -31,6 +30,7 @@ from kvferry.errors import (
     from_code,
 )
 from kvferry.loop import READ, WRITE
+from kvferry.protocol import framing
 from kvferry.protocol.messages import (
     Describe,
     Description,
@@ -43,7 +43,6 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.session import Closed, Event, Opened, Received, Session
 from kvferry.sockets import Address
-from kvferry.tls import TlsSocket, Tunnel
 from kvferry.transports.base import Export, PeerView, RemoteRegion
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Peer:
         *,
         caller: bool,
         address: str,
-        tunnel: Tunnel | None = None,
+        tunnel: tls.Tunnel | None = None,
     ) -> None:
         self.engine = engine
         self._tunnel = tunnel
@@ -325,12 +324,14 @@ class Peer:
         """What bytes from the socket mean, opened where there is TLS."""
         if self._tunnel is not None:
             try:
-                data = self._tunnel.open(data)
+                plain = self._tunnel.open(data)
             except AuthError as error:
-                # TLS tells the peer in words of its own, as far as the socket takes them.
-                with contextlib.suppress(OSError):
-                    sockets.send(self.sock, self._tunnel.last_words(), ())
-                return [Closed(error.located(peer=self.name))]
+                if self.caller or not data.startswith(framing.MAGIC):
+                    return [Closed(error.located(peer=self.name))]
+                # A caller without TLS understands plain words only.
+                self._tunnel = None
+                return self.session.reject(tls.refusal("TLS is on where the call arrived only"))
+            data = plain
         return self.session.receive(data, self.engine.clock.now())
 
     def _handle(self, events: list[Event]) -> None:
@@ -456,7 +457,7 @@ class Peer:
         fds, self._fds = list(self._fds), deque()
         for fd in fds[1:]:
             os.close(fd)
-        sock = self.sock if self._tunnel is None else TlsSocket(self.sock, self._tunnel)
+        sock = self.sock if self._tunnel is None else tls.TlsSocket(self.sock, self._tunnel)
         return sock, fds[0] if fds else -1
 
     def end(self, events: list[Event]) -> None:

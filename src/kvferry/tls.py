@@ -73,7 +73,7 @@ class Tunnel:
     def __init__(self, context: ssl.SSLContext, *, caller: bool) -> None:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=not caller)
-        self._is_ready = False
+        self._is_ready = self._is_broken = False
         self._waiting = bytearray()
 
     def __repr__(self) -> str:
@@ -82,8 +82,10 @@ class Tunnel:
     def seal(self, data: Any) -> bytes:
         """Sealed bytes to send now. Plain ones wait until both sides have proved who they are.
 
-        Raises AuthError when the other side is not to be trusted.
+        After an AuthError, what the library wants to tell the peer of it, and nothing else.
         """
+        if self._is_broken:
+            return self._out.read()
         if not self._is_ready:
             self._waiting += data
             self._shake_hands()
@@ -121,7 +123,7 @@ class Tunnel:
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             return 0
         except ssl.SSLError as error:
-            raise _broken(error) from error
+            raise self._broken(error) from error
 
     def is_empty(self) -> bool:
         """Whether nothing that came is left to read."""
@@ -133,7 +135,7 @@ class Tunnel:
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             return b""
         except ssl.SSLError as error:
-            raise _broken(error) from error
+            raise self._broken(error) from error
 
     def _shake_hands(self) -> None:
         if self._is_ready:
@@ -143,19 +145,20 @@ class Tunnel:
         except ssl.SSLWantReadError:
             return
         except ssl.SSLError as error:
-            raise _broken(error) from error
+            raise self._broken(error) from error
         self._is_ready = True
         if self._waiting:
             self._tls.write(self._waiting)
             self._waiting = bytearray()
 
-    def last_words(self) -> bytes:
-        """What the library wants to tell the peer of a failure."""
-        return self._out.read()
+    def _broken(self, error: ssl.SSLError) -> KVFerryError:
+        self._is_broken = True
+        return refusal(f"TLS: {_reason(error)}")
 
 
-def _broken(error: ssl.SSLError) -> KVFerryError:
-    return AuthError(f"TLS: {_reason(error)}", stage="connect", fix=_FIX)
+def refusal(what: str) -> AuthError:
+    """The error for a side without TLS, or whose certificate is not good here."""
+    return AuthError(what, stage="connect", fix=_FIX)
 
 
 class TlsSocket(socket.socket):
@@ -196,7 +199,7 @@ class TlsSocket(socket.socket):
             try:
                 self._tunnel.feed(data)
             finally:
-                answer = self._tunnel.last_words()
+                answer = self._tunnel.seal(b"")
                 if answer:
                     self._sealed = memoryview(answer)
                     self._flush()
