@@ -22,10 +22,8 @@ ACROSS = ("stall_seen", "drop_completion", "corrupt_seen", "close_midflight")
 MOVING = [
     conformance.check_scattered,
     conformance.check_cut_differently,
-    conformance.check_many_spans,
     conformance.check_concurrent,
     conformance.check_abort,
-    conformance.check_deadline,
     conformance.check_once,
     conformance.check_peer_closes,
     conformance.check_close_midway,

@@ -185,7 +185,7 @@ def check_stall_seen(pair: Pair) -> None:
 def check_slow(pair: Pair) -> None:
     """See the table."""
     path = faulty(pair)
-    path.fault, path.pause_s = "slow", 0.03
+    path.fault, path.pause_s = "slow", 0.02
     made = attempts(pair)
     for attempt in made:
         error = attempt.end()
