@@ -1,0 +1,124 @@
+"""One fault and what it may do to requests; the verdict on all requests of a load. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.testing.load import Record
+
+SLACK_S = 1.5
+"""Health checks, timers and a busy machine, on top of the limits that are configured."""
+FORBIDDEN = ("wrong", "hang")
+"""Outcomes that nothing explains."""
+
+
+@dataclass(eq=False)
+class Blow:
+    """One fault, from its start to its end. Times are seconds of ``time.monotonic``.
+
+    scenario, victim: names. worker: the victim's host:port, or "" when it is no worker.
+    at, over: when it began, and when the victim was whole again.
+    wait_s: longest wait of a request that it touched until its end or the next part of its answer.
+    may: outcomes that it excuses, such as ``peer_lost`` (an error's code) or ``broken``.
+    everyone: every request that ran meanwhile was touched, and not only the victim's.
+    labels: requests that the victim had when it was hit.
+    seen_limit_s: by when each observer must have noticed it; 0 when nobody needs to.
+    seen: seconds until each did, None for one that did not.
+    """
+
+    scenario: str
+    victim: str
+    at: float
+    wait_s: float
+    worker: str = ""
+    may: frozenset[str] = frozenset()
+    everyone: bool = False
+    labels: set[str] = field(default_factory=set)
+    over: float = float("inf")
+    seen_limit_s: float = 0.0
+    seen: dict[str, float | None] = field(default_factory=dict)
+
+    def touched(self, record: Record) -> bool:
+        """Whether a request had to do with the victim before it was whole again."""
+        workers = (record.prefill, record.decode)
+        named = self.everyone or record.label in self.labels or self.worker in workers
+        return named and record.begun <= self.over and (not record.ended or record.ended > self.at)
+
+    def waited_s(self, record: Record) -> float:
+        """From the blow, or the request's later start, to its end or the next part of it."""
+        return record.next_sign_s(max(self.at, record.begun))
+
+    def late(self) -> list[str]:
+        """Observers that did not notice it in time, in words."""
+        return [
+            f"{self.scenario} of {self.victim}: {who} saw it "
+            + (f"after {took_s:.2f} s" if took_s is not None else "not at all")
+            + f", the limit is {self.seen_limit_s:g} s"
+            for who, took_s in self.seen.items()
+            if self.seen_limit_s and (took_s is None or took_s > self.seen_limit_s)
+        ]
+
+    def seen_s(self) -> float | None:
+        """When the last observer noticed; None when nobody had to, or somebody did not."""
+        times = list(self.seen.values())
+        known = [took_s for took_s in times if took_s is not None]
+        return max(known) if known and len(known) == len(times) else None
+
+
+def outcome(record: Record) -> str:
+    """How a request ended: an error by its code."""
+    return record.code if record.outcome == "error" else record.outcome
+
+
+def judge(records: Iterable[Record], blows: Sequence[Blow]) -> list[str]:
+    """Everything that breaks a promise, in words.
+
+    A wrong token and a request without an end always do; another failure does when no blow excuses
+    it; and a request that a blow touched must not wait for longer than the blow allows.
+    """
+    problems: list[str] = []
+    for record in records:
+        touching = [blow for blow in blows if blow.touched(record)]
+        problems += _judge_end(record, touching)
+        for blow in touching:
+            if (waited_s := blow.waited_s(record)) > blow.wait_s:
+                problems.append(
+                    f"{blow.scenario} of {blow.victim}: {waited_s:.2f} s without a sign, the limit "
+                    f"is {blow.wait_s:g} s: {record.explain()}"
+                )
+    return problems + [late for blow in blows for late in blow.late()]
+
+
+def _judge_end(record: Record, touching: Sequence[Blow]) -> list[str]:
+    how = outcome(record)
+    if how in ("ok", "left"):
+        return []
+    if how in FORBIDDEN:
+        return [f"{how}: {record.explain()}"]
+    if any(how in blow.may for blow in touching):
+        return []
+    why = "no fault touched it" if not touching else f"{touching[0].scenario} does not excuse it"
+    return [f"an error without an excuse, {why}: {record.explain()}"]
+
+
+def summary(records: Sequence[Record], blow: Blow) -> dict[str, Any]:
+    """One blow in numbers: whom it touched, how they ended, how long they waited, who noticed."""
+    touched = [record for record in records if blow.touched(record)]
+    ends: dict[str, int] = {}
+    for record in touched:
+        ends[outcome(record)] = ends.get(outcome(record), 0) + 1
+    return {
+        "scenario": blow.scenario,
+        "victim": blow.victim,
+        "seconds": round(blow.over - blow.at, 3),
+        "touched": len(touched),
+        "outcomes": dict(sorted(ends.items())),
+        "longest_wait_s": round(max((blow.waited_s(r) for r in touched), default=0.0), 3),
+        "wait_limit_s": blow.wait_s,
+        "seen_s": {
+            who: None if took_s is None else round(took_s, 3) for who, took_s in blow.seen.items()
+        },
+        "seen_limit_s": blow.seen_limit_s,
+    }
