@@ -51,7 +51,7 @@ ALLOWED = {
     "launcher": "errors sockets",
     "cli": "errors config layout engine handoff engines router launcher planner testing kvferry",
     "testing": "errors clock config regions layout protocol memory transports planner transfer "
-    f"handoff sockets {CORE}",
+    f"handoff sockets launcher {CORE}",
     # The names that users import: loaded when first used, so they cost nothing and bind nobody.
     "kvferry": "config engine errors handoff layout peers planner regions registry transfer "
     "transports.base",
