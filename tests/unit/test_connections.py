@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from kvferry.errors import BusyError, ClosedError
+from kvferry.errors import BusyError, ClosedError, PeerLostError
 from kvferry.sockets import Address
 from kvferry.testing.conformance import wait_until
 
@@ -69,3 +69,21 @@ def test_both_sides_may_dial(make_engine):
     assert near.connections.has(far.incarnation)
     again = near.connect(far.addresses[0])
     assert again is not there
+
+
+def test_why_a_peer_went_is_kept_of_a_bounded_number(make_engine, monkeypatch):
+    monkeypatch.setattr("kvferry.connections.ENDINGS_MAX", 2)
+    near = make_engine("near")
+    fars = [make_engine(f"far-{i}") for i in range(3)]
+    for far in fars:
+        near.connect(far.addresses[0])
+        far.close()
+        wait_until(lambda: near.connections.count() == 0, "the end was not noticed")
+    with pytest.raises(
+        PeerLostError, match=r"owns this region;.*the connection was closed"
+    ) as told:
+        near.connections.find(fars[2].incarnation)
+    assert told.value.peer == "far-2"
+    with pytest.raises(PeerLostError, match=r"owns this region \(stage") as untold:
+        near.connections.find(fars[0].incarnation)
+    assert untold.value.peer == ""
