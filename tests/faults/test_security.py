@@ -569,7 +569,7 @@ def test_the_command_refuses_too_and_says_what_to_set():
 
 @pytest.mark.slow
 def test_a_fleet_that_listens_beyond_loopback_makes_a_key_and_shows_it_nowhere(monkeypatch):
-    monkeypatch.setenv("KVFERRY_ADVERTISE", "127.0.0.1")
+    monkeypatch.setenv("KVFERRY_ADVERTISE", "192.0.2.1")
     for name in ("KVFERRY_CLUSTER_KEY", "KVFERRY_INSECURE"):
         monkeypatch.delenv(name, raising=False)
     lines = []
