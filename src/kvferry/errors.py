@@ -48,11 +48,13 @@ class KVFerryError(Exception):
     fix: the likely remedy, a sentence, or "".
     retryable: whether the same call may succeed later without any change.
     attempts: why earlier paths of the same transfer failed, a sentence each, in order.
+    story: a paragraph of the flight recorder about what failed, or "" for what has no trail.
     """
 
     retryable = False
     code = "error"
     attempts: tuple[str, ...] = ()
+    story = ""
 
     def __init__(
         self,
@@ -221,7 +223,8 @@ class BoundsError(RegionError, ValueError):
 class TransferError(KVFerryError):
     """One transfer ended without moving all of its bytes.
 
-    The destination's bytes are undefined; nothing writes to them any more.
+    The destination's bytes are undefined; nothing writes to them any more, but with stage
+    ``"stop"``: then the transport has not said that it stopped, see Transfer.is_quiet.
     """
 
     code = "transfer"
