@@ -8,8 +8,10 @@ import threading
 import pytest
 
 from kvferry.errors import PeerLostError, StallError
+from kvferry.regions import Spans
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.conformance import wait_until
+from kvferry.transports.staged import RingChannel
 
 from .helpers import WHOLE, Held
 
@@ -186,3 +188,47 @@ def test_a_lane_whose_owner_does_not_answer_stalls(make_engine, monkeypatch, tra
         held.set()
     assert (caught.value.path, caught.value.bytes_done) == (f"{transport}/pull", 0)
     assert transfer.seconds < 1.0
+
+
+@pytest.mark.slow
+def test_a_lane_that_stops_in_the_middle_is_left_for_the_next_path(
+    make_engine, monkeypatch, caplog
+):
+    quick = {"heartbeat_s": 0.05, "lost_s": 30.0, "stall_s": 0.1}
+    near, far = (make_engine(name, "staged", "tcp", **quick) for name in ("near", "far"))
+    half = 4 << 20
+    held = threading.Event()
+    send = RingChannel.send_spans
+
+    def stop_at_half(channel, addresses, lengths, watch):
+        send(channel, addresses, lengths // 2, watch)
+        held.wait(10.0)
+
+    monkeypatch.setattr(RingChannel, "send_spans", stop_at_half)
+    whole = Spans.whole(2 * half)
+    local, owned = near.allocate(2 * half), far.allocate(2 * half)
+    owned.array[:] = 7
+    remote = near.connect(far.addresses[0]).region(owned.ref)
+    try:
+        transfer = near.read(local, whole, remote, whole, deadline_s=20.0)
+        assert transfer.plan.paths[0].transport == "staged"
+        assert transfer.wait(10.0) == 2 * half
+    finally:
+        held.set()
+    assert (transfer.path, int(local.array.min())) == ("tcp/pull", 7)
+    assert "nothing moved for" in caplog.text
+    assert f"{half} bytes done" in caplog.text
+    assert near.statistics()["demotions"] == 1
+
+
+def test_one_look_is_not_enough_since_this_process_may_have_been_frozen(pair):
+    clock, near, _, _, start = pair(Stalled())
+    transfer = start(deadline_s=60.0)
+    move = near.moves._running[transfer.transfer_id]
+    now = clock.now()
+    assert not move.is_quiet(now + 10.0, STALL_S), "that was the first look"
+    move.op.moved_at = now + 9.99
+    assert not move.is_quiet(now + 10.2, STALL_S), "its lanes went on"
+    assert not move.is_quiet(now + 20.0, STALL_S)
+    assert move.is_quiet(now + 20.2, STALL_S)
+    transfer.cancel()
