@@ -221,6 +221,10 @@ def test_a_key_can_be_replaced_without_a_gap() -> None:
         for pair in (SessionPair(keys=(near, far)), SessionPair(keys=(far, near))):
             pair.flow()
             assert is_open(pair)
+    # A callee answers by the key that the caller used, which may not be its own first.
+    ahead = SessionPair(keys=(steps[0], steps[2]))
+    ahead.flow()
+    assert is_open(ahead)
     apart = SessionPair(keys=(steps[0], steps[3]))
     apart.flow()
     assert not is_open(apart)
