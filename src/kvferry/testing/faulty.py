@@ -23,7 +23,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvferry.errors import AbortedError, KVFerryError, PeerLostError, RegistrationError
+from kvferry.errors import (
+    AbortedError,
+    KVFerryError,
+    PeerLostError,
+    RegistrationError,
+    UsageError,
+)
 from kvferry.protocol.messages import Hello
 from kvferry.regions import Region
 from kvferry.transports.base import (
@@ -135,6 +141,8 @@ class FaultyTransport(Transport):
         if not fault:
             self.inner.submit(op)
             return
+        if fault == "corrupt" and op.local.kind != "host":
+            raise UsageError("the fault 'corrupt' can only change host memory")
         case = _Case(op, fault)
         with self._lock:
             if self._closed:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvferry.errors import AbortedError, PeerLostError, RegistrationError
+from kvferry.errors import AbortedError, PeerLostError, RegistrationError, UsageError
 from kvferry.regions import Region
 from kvferry.testing import FAULTS, FakeClock, FaultyTransport
 from kvferry.testing.fault_checks import FAULT_CHECKS
@@ -230,6 +231,14 @@ def test_corrupt_changes_one_byte_of_the_target(world, write):
     target, kept = (w.inner.there, w.inner.here) if write else (w.inner.here, w.inner.there)
     assert np.flatnonzero(target != source).tolist() == [500]
     assert np.array_equal(kept, source)
+
+
+def test_corrupt_leaves_the_memory_of_a_device_alone(world):
+    w = world("corrupt")
+    w.local = replace(w.local, kind="cuda")
+    with pytest.raises(UsageError, match="host memory"):
+        w.start()
+    assert not w.inner.ops
 
 
 def test_truncate_tells_how_many_came(world):
