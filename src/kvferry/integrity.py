@@ -23,7 +23,9 @@ from kvferry.errors import (
     CorruptError,
     KVFerryError,
     ProtocolError,
+    UsageError,
 )
+from kvferry.memory.places import lend
 from kvferry.peers import Peer
 from kvferry.protocol import messages
 from kvferry.protocol.messages import Digests, Failure, Verify
@@ -71,7 +73,13 @@ class Verification:
 
     def start(self) -> None:
         """Ask for the first batch. Under the lock."""
-        self._ask()
+        try:
+            _check_kind(self._op.local.kind)
+            _check_kind(self._op.remote.kind)
+        except UsageError as error:
+            self.stop(error)
+        else:
+            self._ask()
 
     def stop(self, error: KVFerryError) -> None:
         """End with ``error`` as soon as nothing reads the memory. Under the lock."""
@@ -122,7 +130,12 @@ class Verification:
         error: KVFerryError | None = None
         mine = None
         try:
-            mine = digests.digest(addresses, self._lengths[batch], lambda: self._error is not None)
+            with lend(engine.devices, self._op.local.kind, self._op.local.device) as place:
+                mine = digests.digest_of(
+                    place, addresses, self._lengths[batch], lambda: self._error is not None
+                )
+        except KVFerryError as failure:
+            error = failure
         except Exception as failure:
             log.exception("computing digests failed; this is a bug in kvferry")
             error = AbortedError(f"internal error: {failure}")
@@ -243,11 +256,14 @@ class Answers:
                 f"digests of {len(spans)} spans with {spans.nbytes} bytes are too much for one "
                 "request"
             )
+        registration = self._engine.registry.find(message.region_id, message.token)
+        _check_kind(registration.region.kind)
         access = self._engine.access(
             message.region_id, message.token, message.generation, spans, write=False
         )
-        with access as memory:
-            values = digests.digest(
+        with access as memory, lend(self._engine.devices, memory.kind, memory.device) as place:
+            values = digests.digest_of(
+                place,
                 memory.addresses,
                 memory.lengths,
                 lambda: peer.lost is not None or self._engine.is_closed,
@@ -258,3 +274,13 @@ class Answers:
 
     def _refuse(self, peer: Peer, message: Verify, error: KVFerryError) -> None:
         peer.send(Failure(message.request_id, error.code, messages.explain(error)))
+
+
+def _check_kind(kind: str) -> None:
+    """Raise UsageError for memory that this process cannot read by its addresses."""
+    if kind != "host":
+        raise UsageError(
+            f"digests of {kind} memory cannot be computed",
+            stage="verify",
+            fix="checksums are for host memory: set checksum to 'off' for this transfer",
+        )
