@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_watch import wait_until
+
+from kvferry.testing.chaos.watch import wait_until
 
 KVFERRY = (sys.executable, "-m", "kvferry.cli.main")
 LIMIT_S = 90

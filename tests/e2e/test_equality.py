@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet_watch import states
 
 from kvferry.engines.reference.weights import has_smollm2
 from kvferry.launcher import Fleet
+from kvferry.testing.chaos.watch import states
 
 BLOCK = 16
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet_watch import Log, assert_clean, baseline, states
+from fleet_watch import Log
 
 from kvferry.launcher import Fleet
+from kvferry.testing.chaos.watch import assert_clean, baseline, states
 from kvferry.testing.load import Known, Load, LoadResult
 
 CLIENTS = 64

@@ -60,12 +60,6 @@ class Blow:
             if self.seen_limit_s and (took_s is None or took_s > self.seen_limit_s)
         ]
 
-    def seen_s(self) -> float | None:
-        """When the last observer noticed; None when nobody had to, or somebody did not."""
-        times = list(self.seen.values())
-        known = [took_s for took_s in times if took_s is not None]
-        return max(known) if known and len(known) == len(times) else None
-
 
 def outcome(record: Record) -> str:
     """How a request ended: an error by its code."""

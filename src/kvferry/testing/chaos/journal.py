@@ -16,7 +16,8 @@ _UP = re.compile(r"kvferry\.connections: \S+: peer (\S+) is up ")
 _GONE = re.compile(r"kvferry\.connections: \S+: peer (\S+) is gone: ")
 _DOWN = re.compile(r" worker (\S+) is down: ")
 _STARTING = re.compile(r"starting (\S+)")
-_COMPLAINTS = ("Traceback (most recent call last)", "this is a bug", "does not end; killing it")
+_TRACE = "Traceback (most recent call last)"
+_COMPLAINTS = ("this is a bug", "does not end; killing it")
 COMPLAINTS_MAX = 20
 
 
@@ -44,16 +45,31 @@ class Journal:
         self._losses: deque[Loss] = deque(maxlen=1000)
         self._links: dict[str, Counter[str]] = {}
         self._complaints: list[str] = []
+        self._traces: dict[str, str] = {}
         self._clock = time.monotonic
 
     def __call__(self, process: str, line: str) -> None:
         """Take one line of a process. Never blocks for long."""
         with self._changed:
             self._lines.append(f"[{process}] {line}")
-            if any(text in line for text in _COMPLAINTS) and len(self._complaints) < COMPLAINTS_MAX:
-                self._complaints.append(f"{process} wrote: {line}")
+            self._complain(process, line)
             self._read(process, line)
             self._changed.notify_all()
+
+    def _complain(self, process: str, line: str) -> None:
+        """Note a bug's confession, and of a trace its last two lines: where and what."""
+        if _TRACE in line:
+            self._traces[process] = "nowhere"
+        elif process in self._traces and line.startswith(" "):
+            self._traces[process] = line.strip(" ^~") or self._traces[process]
+        elif process in self._traces:
+            self._note(f"{process} wrote: {self._traces.pop(process)}: {line}")
+        if any(text in line for text in _COMPLAINTS):
+            self._note(f"{process} wrote: {line}")
+
+    def _note(self, complaint: str) -> None:
+        if complaint not in self._complaints and len(self._complaints) < COMPLAINTS_MAX:
+            self._complaints.append(complaint)
 
     def _read(self, process: str, line: str) -> None:
         if process == "kvferry" and (found := _STARTING.match(line)):

@@ -77,8 +77,8 @@ class Report:
             "",
             f"{sum(self.outcomes.values())} requests of {self.clients} clients in "
             f"{self.seconds:.0f} s, seed {self.seed}: {counts}",
-            f"longest time to an end {self.longest_s:.2f} s; "
-            f"wrong tokens {self.outcomes['wrong']}; without an end {self.outcomes['hang']}; leaks {len(self.leaks)}",
+            f"longest time to an end {self.longest_s:.2f} s; leaks {len(self.leaks)}; "
+            f"wrong tokens {self.outcomes['wrong']}; without an end {self.outcomes['hang']}",
         ]
         if self.ok:
             return "\n".join([*lines, "every promise was kept"])
