@@ -51,6 +51,7 @@ class EngineConfig:
     inline_bytes_max: up to so much a mapped copy runs in the caller's thread.
     copy_threads: threads for one large copy; 0 means up to four, by the number of cores.
     ring_bytes, ring_slots: size and number of slots of a ``staged`` ring.
+    dump_dir: where the flight recorder is dumped after an internal error; empty for nowhere.
     """
 
     name: str = ""
@@ -81,6 +82,7 @@ class EngineConfig:
     copy_threads: int = 0
     ring_bytes: int = 1 << 20
     ring_slots: int = 4
+    dump_dir: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -252,6 +252,7 @@ class Connections:
 
     def _keep(self, peer: Peer) -> None:
         self._peers.setdefault(peer.incarnation, []).append(peer)
+        self._engine.recorder.peer_up(peer.incarnation, peer.name, peer.address, peer.caller)
         log.info("%s: peer %s is up (%s)", self._engine.config.name, peer.name, peer.address)
 
     def _take_lane(self, peer: Peer, hello: Hello) -> None:
@@ -385,7 +386,15 @@ class Connections:
         )
         tunnel = self.security.tunnel(is_unix=where.scheme == "unix", caller=True)
         now = self._engine.clock.now
-        return lanes.connect(where, greeting, tunnel, fd, now, deadline, check)
+        asked_at, what = now(), str(hello.get("purpose", ""))
+        note = partial(self._engine.recorder.peer, peer.incarnation)
+        try:
+            lane = lanes.connect(where, greeting, tunnel, fd, now, deadline, check)
+        except KVFerryError as error:
+            note("lane_failed", what, str(error))
+            raise
+        note("lane_opened", what, now() - asked_at)
+        return lane
 
     # -- who is who -------------------------------------------------------------------------
 
@@ -512,8 +521,9 @@ class Connections:
                 self._endings[peer.incarnation] = (peer.name, peer.lost.message)
                 if len(self._endings) > ENDINGS_MAX:
                     del self._endings[next(iter(self._endings))]
+            why = str(peer.lost)
+            self._engine.recorder.peer(peer.incarnation, "peer_gone", peer.name, why)
             if not self._closed:
-                why = str(peer.lost)
                 log.info("%s: peer %s is gone: %s", self._engine.config.name, peer.name, why)
             # What still runs hears that the peer is lost before it finds its regions gone.
             self._engine.on_peer_lost(peer, last=last)

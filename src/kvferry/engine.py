@@ -37,6 +37,8 @@ from kvferry.protocol.messages import Describe, Notify, RegionGone, Verify
 from kvferry.regions import READ, READ_WRITE, Region, Spans, check_bounds, pair
 from kvferry.registry import Registration, Registry
 from kvferry.sockets import Address
+from kvferry.telemetry.recorder import Recorder
+from kvferry.telemetry.trail import Trail
 from kvferry.transfer import Transfer
 from kvferry.transports.base import Operation, PeerView, RemoteRegion, Transport
 
@@ -74,6 +76,7 @@ class Engine:
         self.incarnation = os.urandom(16)
         self.on_notify: Callable[[Peer, bytes], None] | None = None
         self.handoff: Any = None
+        self.recorder = Recorder(self.clock, self.config.name, dump_dir=self.config.dump_dir)
         self._pid = os.getpid()
         self._lock = DeferringLock()
         self._closed = False
@@ -296,17 +299,21 @@ class Engine:
         *,
         deadline_s: float | None = None,
         checksum: str | None = None,
+        trail: Trail | None = None,
     ) -> Transfer:
         """Fill local spans with the bytes of the peer's remote spans, in order.
 
         Both lists must cover the same number of bytes; they may be cut differently. checksum:
         "off", "sampled" or "full", default is the engine's; then bytes that differ from the
         owner's are read once more by the next path, and are a CorruptError after that, and no local
-        byte may be named twice. Returns at once, or after the copy when it is short. Raises
+        byte may be named twice. trail: where its events are kept, if it is a part of something;
+        else it has a trail of its own. Returns at once, or after the copy when it is short. Raises
         BoundsError, NoPathError (with the reasons), BusyError, PeerLostError; what fails later is
         in the transfer.
         """
-        return self._start(local, local_spans, remote, remote_spans, False, deadline_s, checksum)
+        return self._start(
+            local, local_spans, remote, remote_spans, False, deadline_s, checksum, trail
+        )
 
     def write(
         self,
@@ -367,6 +374,7 @@ class Engine:
         write: bool,
         deadline_s: float | None,
         checksum: str | None,
+        trail: Trail | None = None,
     ) -> Transfer:
         self.check_open()
         checksum = self.config.checksum if checksum is None else checksum
@@ -379,7 +387,8 @@ class Engine:
         limit_s = self.config.transfer_s if deadline_s is None else deadline_s
         if limit_s != limit_s:
             raise UsageError("deadline_s is not a number")
-        return self.moves.start(region, remote, spans, write, self.clock.now() + limit_s, checksum)
+        deadline = self.clock.now() + limit_s
+        return self.moves.start(region, remote, spans, write, deadline, checksum, trail)
 
     # -- what transports call ----------------------------------------------------------------
 

@@ -210,12 +210,14 @@ class HandOff:
         on_end: Callable[[OfferEnd], None],
         extra: dict[str, Any] | None = None,
         expires_s: float | None = None,
+        labels: tuple[str, ...] = (),
     ) -> Offer:
         """Offer the KV of the first ``n_tokens`` tokens in ``blocks`` (block numbers of the pool).
 
         The KV must be complete: whoever claims may read at once. The blocks must stay untouched
         until ``on_end``. extra: small JSON-able facts for decode, such as the first sampled token.
         expires_s: how long it may wait to be claimed; default is the engine's ``offer_s``.
+        labels: names that the request is known by elsewhere, under which its trail is found.
         Raises UsageError, BoundsError for blocks outside the pool, BusyError, ClosedError.
         """
         table = layout.check_blocks(self.geometry, blocks, n_tokens)
@@ -258,10 +260,14 @@ class HandOff:
                 raise BusyError(f"{len(self._offers)} offers wait", fix="are decodes claiming?")
             self._offers.add(offer_id, payload, expires_at=now + wait_s)
             self._offer_of[offer_id] = offer
+            trail = engine.recorder.begin("offer", offer_id, handoff=offer_id, labels=labels)
+            trail.note("offered", n_tokens, len(table), wait_s)
         return offer
 
     def cancel_offer(self, offer_id: bytes) -> None:
         with self.engine.locked():
+            if offer_id in self._offer_of:
+                self.engine.recorder.trail(offer_id).note("cancelled", "this engine")
             self._do(self._offers.cancel(offer_id, self.engine.clock.now()))
 
     # -- decode -----------------------------------------------------------------------------
@@ -274,12 +280,13 @@ class HandOff:
         *,
         on_end: Callable[[ClaimEnd], None],
         deadline_s: float | None = None,
+        labels: tuple[str, ...] = (),
     ) -> Claim:
         """Load the KV of an offer into ``blocks`` of this pool.
 
         params: as they came, not trusted. n_tokens: tokens that the caller expects; another number
         fails the claim, since the prompts then differ. deadline_s: for the whole hand-off; default
-        is the engine's ``transfer_s``. The blocks must stay untouched until ``on_end``, which comes
+        is the engine's ``transfer_s``. labels: see :meth:`offer`. The blocks must stay untouched until ``on_end``, which comes
         later than the deadline only if a transport does not say that it has stopped. Raises
         UsageError for parameters that can never work, with the key named, and ClosedError;
         whatever fails later arrives as ``ClaimEnd.error``.
@@ -300,7 +307,7 @@ class HandOff:
             )
         table = layout.check_blocks(self.geometry, blocks, n_tokens)
         limit_s = self.engine.config.transfer_s if deadline_s is None else deadline_s
-        return self._claim(ours, table, n_tokens, on_end, limit_s)
+        return self._claim(ours, table, n_tokens, on_end, limit_s, labels)
 
     def _claim(
         self,
@@ -309,6 +316,7 @@ class HandOff:
         n_tokens: int,
         on_end: Callable[[ClaimEnd], None],
         limit_s: float,
+        labels: tuple[str, ...] = (),
     ) -> Claim:
         engine = self.engine
         engine.check_open()
@@ -327,6 +335,14 @@ class HandOff:
                 )
             self._claims.add(claim_id, offer_id, deadline=deadline, now=now)
             self._claim_of[claim_id] = claim
+            trail = engine.recorder.begin(
+                "claim",
+                claim_id,
+                handoff=offer_id,
+                labels=labels,
+                peer_id=bytes.fromhex(ours.engine),
+            )
+            trail.note("claimed", n_tokens, limit_s)
             connect_by = min(deadline, now + engine.config.connect_s)
             engine.connect_nowait(
                 addresses,
@@ -338,6 +354,8 @@ class HandOff:
 
     def cancel_claim(self, claim_id: bytes) -> None:
         with self.engine.locked():
+            if claim_id in self._claim_of:
+                self.engine.recorder.trail(claim_id).note("cancelled", "this engine")
             self._do(self._claims.cancel(claim_id))
 
     def decline(self, params: dict[str, Any]) -> None:
@@ -372,6 +390,7 @@ class HandOff:
 
     def on_message(self, peer: Peer, message: Any) -> None:
         now = self.engine.clock.now()
+        self.engine.recorder.heard(peer, message)
         kind = type(message)
         if kind is messages.Claim:
             self._do(self._offers.claim(peer, message, now))
@@ -428,6 +447,7 @@ class HandOff:
         for action in actions:
             if isinstance(action, Send):
                 assert isinstance(action.session, Peer)
+                self.engine.recorder.said(action.session, action.message)
                 action.session.send(action.message)
             elif isinstance(action, StartRead):
                 self._start_read(action)
@@ -499,13 +519,19 @@ class HandOff:
             return AbortedError("the claim was ended before its reading began")
         try:
             transfer = self.engine.read(
-                self.pool, mine, region, theirs, deadline_s=max(left, 0.001)
+                self.pool,
+                mine,
+                region,
+                theirs,
+                deadline_s=max(left, 0.001),
+                trail=self.engine.recorder.trail(claim.claim_id),
             )
         except KVFerryError as error:
             return error
         except Exception as failure:
             # A claim has no other end than the one that its read reports.
             log.exception("the read of a claim did not start; this is a bug")
+            self.engine.recorder.internal_error("the read of a claim")
             return AbortedError(f"internal error: {type(failure).__name__}: {failure}")
         claim.transfer = transfer
         if claim.stop:
@@ -529,6 +555,9 @@ class HandOff:
     def _offer_ended(self, action: OfferEnded) -> None:
         offer = self._offer_of.pop(action.offer_id)
         self._ends["offer_" + action.code] = self._ends.get("offer_" + action.code, 0) + 1
+        self.engine.recorder.finish(action.offer_id, action.code, message=action.message)
+        if action.code != "delivered":
+            self.engine.later(lambda: self.engine.recorder.tell(action.offer_id))
         seconds = self.engine.clock.now() - offer.began
         end = OfferEnd(action.offer_id, action.code, action.message, seconds)
         self.engine.later(lambda: offer.on_end(end))
@@ -552,6 +581,9 @@ class HandOff:
         )
         if action.error is not None and claim.peer is not None:
             action.error.located(peer=claim.peer.name)
+        self.engine.recorder.finish(action.claim_id, code, action.error)
+        if action.error is not None:
+            self.engine.later(lambda: self.engine.recorder.tell(action.claim_id, action.error))
         if transfer is None:
             self.engine.later(lambda: claim.on_end(end))
         else:

@@ -32,6 +32,7 @@ from kvferry.paths import Paths
 from kvferry.planner import Plan, RankedPath
 from kvferry.quarantine import Quarantine
 from kvferry.regions import I64, Region
+from kvferry.telemetry.trail import Trail
 from kvferry.transfer import Transfer
 from kvferry.transports.base import Operation, PeerView, RemoteRegion, Transport
 
@@ -46,6 +47,8 @@ milliseconds, lanes within a tenth of a second; memory of what takes longer is q
 """
 RATE_FROM_BYTES = 1 << 20
 """Smaller transfers say nothing about a path's speed."""
+MARK_S = 0.1
+"""Progress is noted first after so long, and then each time that twice as much has passed."""
 PATH_FAULTS = frozenset({"unreachable", "protocol", "stall", "corrupt"})
 """Error codes that are a fault of the path and not of the request."""
 
@@ -60,9 +63,17 @@ class Move:
     """
 
     def __init__(
-        self, transfer: Transfer, op: Operation, plan: Plan, began: float, checksum: str
+        self,
+        transfer: Transfer,
+        op: Operation,
+        plan: Plan,
+        began: float,
+        checksum: str,
+        trail: Trail,
     ) -> None:
         self.transfer = transfer
+        self.trail = trail
+        self.mark_at = began + MARK_S
         self.op = op
         self.plan = plan
         self.began = began
@@ -137,6 +148,7 @@ class Moves:
         write: bool,
         deadline: float,
         checksum: str,
+        trail: Trail | None = None,
     ) -> Transfer:
         """Begin a transfer of paired spans (local offsets, remote offsets, lengths).
 
@@ -173,7 +185,11 @@ class Moves:
             op = Operation(number, write, local, remote, view, a, b, lengths, nbytes, deadline)
             self.quarantine.check(op)
             self.counts["transfers"] += 1
-            self._running[number] = Move(transfer, op, plan, self._clock.now(), checksum)
+            trail = trail or engine.recorder.begin("transfer", number, peer_id=remote.peer)
+            trail.peer, trail.nbytes, trail.write = view.name, nbytes, write
+            trail.note("planned", nbytes, lengths.size, plan)
+            began = self._clock.now()
+            self._running[number] = Move(transfer, op, plan, began, checksum, trail)
             self._add_deadline(deadline, number)
         self._submit(number)
         return transfer
@@ -206,7 +222,8 @@ class Moves:
         if move is None:
             return
         path, op = move.path, move.op
-        move.transfer.path = path.name
+        move.transfer.path = move.trail.path = path.name
+        move.trail.note("submitted", path.name)
         try:
             self._transports[path.transport].submit(op)
         except KVFerryError as error:
@@ -214,6 +231,7 @@ class Moves:
             self.complete(op, 0, error)
         except Exception as failure:
             log.exception("%s did not start; this is a bug in its transport", path.name)
+            self._engine.recorder.internal_error(f"{path.name} did not start")
             self.complete(op, 0, AbortedError(f"internal error: {failure}"))
 
     # -- ends -------------------------------------------------------------------------------
@@ -233,6 +251,10 @@ class Moves:
                     fix="allow another transport: this one has a bug",
                 )
             move.moving_s = self._clock.now() - (op.began_at or move.began)
+            if op.began_at:
+                move.trail.note_at(op.began_at, "began", move.path.name)
+            if error is not None:
+                move.trail.note("failed_path", move.path.name, error.code, str(error), bytes_done)
             if error is None and move.checksum != "off":
                 self._verify(move)
                 return
@@ -253,6 +275,7 @@ class Moves:
             sampled=move.checksum == "sampled",
             ended=lambda error: self._verified(move, error),
         )
+        move.trail.note("comparing")
         move.verification.start()
         if move.stop is not None:
             move.verification.stop(move.stop)
@@ -263,6 +286,7 @@ class Moves:
         op = move.op
         if isinstance(error, CorruptError):
             self.counts["corrupt"] += 1
+            move.trail.note("failed_path", move.path.name, error.code, str(error), op.nbytes)
             again = self._fall_back(move, error, may_repeat=not (op.write or move.was_corrupt))
             move.was_corrupt = True
             if again:
@@ -270,6 +294,7 @@ class Moves:
                 return
         elif error is None:
             self.counts["verified"] += 1
+            move.trail.note("compared")
         self._settle(move, op.nbytes, error)
 
     def _complete_late(self, op: Operation) -> None:
@@ -297,6 +322,8 @@ class Moves:
         is_news = self._paths.demote(
             op.peer.incarnation, path.transport, path.direction, error.message
         )
+        if is_news:
+            self._engine.recorder.peer(op.remote.peer, "demoted", path.name, error.message)
         log.log(
             logging.WARNING if is_news else logging.DEBUG,
             "%s to %s failed and is tried last now: %s",
@@ -309,8 +336,9 @@ class Moves:
             return False
         move.attempts.append(f"{path.name}: {error.message}")
         move.place += 1
+        move.trail.note("fell_back", move.path.name, error.message)
         move.stop_by = math.inf
-        move.op = replace(op, stop=None, began_at=0.0, moved_at=0.0)
+        move.op = replace(op, stop=None, began_at=0.0, moved_at=0.0, bytes_done=0)
         return True
 
     def _settle(self, move: Move, bytes_done: int, error: KVFerryError | None) -> None:
@@ -331,7 +359,22 @@ class Moves:
                 peer=op.peer.name, path=transfer.path, stage="move", bytes_done=bytes_done
             )
             error.attempts = tuple(move.attempts)
+        self._note_end(move, bytes_done, error)
         self._engine.later(lambda: transfer._finish(bytes_done, error, seconds))
+
+    def _note_end(self, move: Move, bytes_done: int, error: KVFerryError | None) -> None:
+        """The end in the move's trail; the trail's own end if it is about nothing else."""
+        trail, path, recorder = move.trail, move.transfer.path, self._engine.recorder
+        trail.bytes_done = bytes_done
+        if error is None:
+            trail.note("moved", path, bytes_done, move.moving_s)
+        else:
+            trail.note("move_failed", path, error.code, bytes_done)
+        if trail.kind == "transfer":
+            number = move.op.op_id
+            recorder.finish(number, error.code if error else "moved", error)
+            if error is not None:
+                self._engine.later(lambda: recorder.tell(number, error))
 
     # -- aborts and time ----------------------------------------------------------------------
 
@@ -343,6 +386,8 @@ class Moves:
 
     def _abort(self, move: Move, error: KVFerryError) -> None:
         """End a transfer as soon as its path has stopped."""
+        if move.stop is None:
+            move.trail.note("abort", error.code, error.message)
         move.stop = move.stop or error
         if move.verification is not None:
             move.verification.stop(error)
@@ -374,6 +419,8 @@ class Moves:
             fix="its memory stays reserved until the transport says so or the engine closes; this "
             "is a bug in the transport, or its device lost a completion",
         )
+        move.trail.note("quarantined", move.path.name)
+        self._note_end(move, 0, error)
         log.warning("transfer %d is over, its memory in quarantine: %s", op.op_id, str(error))
         seconds = self._clock.now() - move.began
         self._engine.later(lambda: move.transfer._finish(0, error, seconds, quiet=False))
@@ -414,6 +461,9 @@ class Moves:
         config = self._engine.config
         limit_s = max(config.stall_s, 1.5 * config.heartbeat_s + 2 * TICK_S)
         for move in self._running.values():
+            if now >= move.mark_at:
+                move.mark_at = now + (now - move.began)
+                move.trail.note("progress", move.op.bytes_done, move.op.nbytes)
             if move.is_quiet(now, limit_s):
                 self._end_stall(move, now, limit_s)
 
@@ -427,6 +477,7 @@ class Moves:
         op = move.op
         if now - self._engine.connections.heard_at(op.remote.peer) >= limit_s:
             return
+        move.trail.note("stalled", move.path.name, now - op.moved_at, op.bytes_done)
         self._abort_attempt(
             move,
             StallError(

@@ -31,6 +31,7 @@ ALLOWED = {
     "memory": "errors regions",
     "tls": "errors",
     "security": "errors config sockets protocol tls",
+    "telemetry": "errors clock protocol security",
     "lanes": "errors protocol sockets tls",
     "transports": "errors regions clock config sockets protocol memory lanes tls",
     "planner": "transports.base",
@@ -41,7 +42,7 @@ ALLOWED = {
     **dict.fromkeys(
         ("peers", "registry", "dials", "connections", "integrity", "moves", "quarantine", "engine"),
         "errors clock config regions sockets protocol memory transports planner transfer "
-        f"deferring digests lanes security tls kvferry {CORE}",
+        f"deferring digests lanes security telemetry tls kvferry {CORE}",
     ),
     "handoff": "errors regions layout sockets planner transfer protocol engine peers registry "
     "transports.base",
@@ -49,9 +50,10 @@ ALLOWED = {
     "engines": "errors clock config layout engine handoff",
     "router": "errors",
     "launcher": "errors sockets",
-    "cli": "errors config layout engine handoff engines router launcher planner testing kvferry",
+    "cli": "errors config layout engine handoff engines router launcher planner telemetry testing "
+    "kvferry",
     "testing": "errors clock config regions layout protocol memory transports planner transfer "
-    f"handoff sockets launcher {CORE}",
+    f"handoff sockets launcher telemetry {CORE}",
     # The names that users import: loaded when first used, so they cost nothing and bind nobody.
     "kvferry": "config engine errors handoff layout peers planner regions registry transfer "
     "transports.base",

@@ -116,6 +116,7 @@ class Operation:
     ``moved_at`` is set, in the engine's clock, when the peer or the hardware is asked to move
     bytes, and again whenever some have moved: an operation on which it stays the same for too long
     is aborted with a StallError. While it is 0, as on paths that cannot stall, nobody looks.
+    ``bytes_done`` is what has moved so far, where the transport counts it; for people only.
     """
 
     op_id: int
@@ -131,6 +132,7 @@ class Operation:
     stop: KVFerryError | None = None
     began_at: float = 0.0
     moved_at: float = 0.0
+    bytes_done: int = 0
 
     def local_addresses(self) -> U64:
         return self.local_offsets.view("u8") + self.local.address

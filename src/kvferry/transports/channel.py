@@ -24,8 +24,8 @@ class Watched(Protocol):
     @property
     def stop(self) -> KVFerryError | None: ...
 
-    def moved(self) -> None:
-        """Something moves: a path on which this is not heard for long has stalled."""
+    def moved(self, nbytes: int = 0) -> None:
+        """``nbytes`` more have moved. A path on which this is not heard for long has stalled."""
 
 
 class Watch:
@@ -48,9 +48,9 @@ class Watch:
 
     @bytes_done.setter
     def bytes_done(self, nbytes: int) -> None:
-        self._bytes_done = nbytes
+        more, self._bytes_done = nbytes - self._bytes_done, nbytes
         if self._op is not None:
-            self._op.moved()
+            self._op.moved(more)
 
     def check(self) -> None:
         """Raise what should end the move: a stop, the closing of the lane, the deadline."""

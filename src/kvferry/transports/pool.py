@@ -56,7 +56,8 @@ class Whole:
         """Why its parts should end: the operation was stopped, or another part has failed."""
         return self.op.stop or self._error
 
-    def moved(self) -> None:
+    def moved(self, nbytes: int = 0) -> None:
+        self.op.bytes_done += nbytes
         self.op.moved_at = self._services.clock.now()
 
     def cut(self, lanes: int) -> list[Part]:

@@ -23,6 +23,8 @@ from kvferry.protocol.handoff import AbortRead, OfferEnded, Send
 from kvferry.regions import Spans
 from kvferry.registry import Registration, Registry
 from kvferry.sockets import Address
+from kvferry.telemetry.recorder import Recorder
+from kvferry.telemetry.trail import Trail
 from kvferry.testing.simulation.pool import BlockPool
 from kvferry.testing.simulation.reads import Reads
 from kvferry.testing.simulation.schedule import ProcessClock
@@ -142,6 +144,7 @@ class VirtualEngine(Engine):
         self.incarnation = process.incarnation
         self.on_notify = None
         self.handoff = None
+        self.recorder = Recorder(process.clock, config.name)
         self.unusable = {}
         self._pid = os.getpid()
         self._closed = False
@@ -163,6 +166,7 @@ class VirtualEngine(Engine):
         *,
         deadline_s: float | None = None,
         checksum: str | None = None,
+        trail: Trail | None = None,
     ) -> Transfer:
         with self.locked():
             self.connections.view_for(remote)
