@@ -11,6 +11,7 @@ from kvferry.errors import PeerLostError, StallError
 from kvferry.regions import Spans
 from kvferry.testing.clock import FakeClock
 from kvferry.testing.conformance import wait_until
+from kvferry.transports.staged import _FULL as FULL
 from kvferry.transports.staged import RingChannel
 
 from .helpers import WHOLE, Held
@@ -198,13 +199,16 @@ def test_a_lane_that_stops_in_the_middle_is_left_for_the_next_path(
     near, far = (make_engine(name, "staged", "tcp", **quick) for name in ("near", "far"))
     half = 4 << 20
     held = threading.Event()
-    send = RingChannel.send_spans
+    ring, rung = RingChannel._ring_bell, []
 
-    def stop_at_half(channel, addresses, lengths, watch):
-        send(channel, addresses, lengths // 2, watch)
-        held.wait(10.0)
+    def stop_at_half(channel, kind, slot, nbytes, watch):
+        if kind == FULL:
+            rung.append(nbytes)
+            if sum(rung) > half:
+                held.wait(10.0)
+        ring(channel, kind, slot, nbytes, watch)
 
-    monkeypatch.setattr(RingChannel, "send_spans", stop_at_half)
+    monkeypatch.setattr(RingChannel, "_ring_bell", stop_at_half)
     whole = Spans.whole(2 * half)
     local, owned = near.allocate(2 * half), far.allocate(2 * half)
     owned.array[:] = 7
