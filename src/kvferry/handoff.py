@@ -20,6 +20,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -85,8 +86,8 @@ class _Params(msgspec.Struct, frozen=True):
     """The part of ``kv_transfer_params`` that is ours. It crosses a router and a client's hands."""
 
     version: int
-    offer: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-    engine: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    offer: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    engine: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
     addresses: Annotated[
         list[Annotated[str, msgspec.Meta(max_length=256)]],
         msgspec.Meta(min_length=1, max_length=16),
@@ -621,8 +622,8 @@ def parse_params(params: Any) -> _Params:
         )
     if body.get("version") != PARAMS_VERSION:
         raise UsageError(
-            f"kv_transfer_params has version {body.get('version')!r}, this side understands "
-            f"{PARAMS_VERSION}",
+            f"kv_transfer_params has version {reprlib.repr(body.get('version'))}, this side "
+            f"understands {PARAMS_VERSION}",
             fix="run the same kvferry release on both sides",
         )
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -99,7 +100,7 @@ def nest(value: str, depth: int, kind: str = "list") -> str:
 
 
 def near(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of an annotated type at and just beyond the limits that it states."""
+    """Values of an annotated type: most within the limits that it states, some just beyond."""
     meta = msgspec.Meta()
     if typing.get_origin(hint) is typing.Annotated:
         hint, meta = typing.get_args(hint)
@@ -108,16 +109,18 @@ def near(hint: Any) -> st.SearchStrategy[Any]:
         return st.booleans()
     if hint is int:
         low, high = meta.ge or 0, (meta.lt or 1 << 63) - 1
-        return st.integers(low, high) | st.sampled_from((low - 1, low, high, high + 1))
+        return _mostly(st.integers(low, high), (low - 1, low, high, high + 1))
     if hint is float:
         edges = (0.0, -0.0, meta.le or 1.0, -1.0, float("nan"), float("inf"), 1e300)
-        return st.floats(meta.ge, meta.le) | st.sampled_from(edges)
-    sizes = [n for n in (meta.min_length, meta.max_length) if n is not None]
-    sizes = [n + d for n in sizes or [0] for d in (-1, 0, 1) if 0 <= n + d <= 2001]
+        return _mostly(st.floats(meta.ge, meta.le), edges)
+    least = meta.min_length or 0
+    most = min(least + 20, least + 20 if meta.max_length is None else meta.max_length)
+    limits = [n + d for n in (least, meta.max_length or 0) for d in (-1, 0, 1)]
+    sizes = [n for n in limits if 0 <= n <= 3000]
     if hint is str:
-        return st.text(max_size=20) | st.sampled_from(sizes).map(lambda n: "é" * n)
+        return _mostly(st.text(min_size=least, max_size=most), ["\u00e9" * n for n in sizes])
     if hint is bytes:
-        return st.binary(max_size=20) | st.sampled_from(sizes).map(bytes)
+        return _mostly(st.binary(min_size=least, max_size=most), [bytes(n) for n in sizes])
     if origin is list:
         inner = near(arguments[0])
         return st.lists(inner, max_size=3) | st.tuples(inner, st.sampled_from(sizes)).map(
@@ -125,3 +128,8 @@ def near(hint: Any) -> st.SearchStrategy[Any]:
         )
     assert origin is dict, f"say what is near {hint}"
     return st.dictionaries(near(arguments[0]), near(arguments[1]), max_size=3)
+
+
+def _mostly(good: st.SearchStrategy[Any], edges: Sequence[Any]) -> st.SearchStrategy[Any]:
+    edge = st.sampled_from(edges)
+    return st.integers(0, 15).flatmap(lambda n: edge if n == 15 else good)
