@@ -108,7 +108,7 @@ class Tunnel:
             plain += piece
         return bytes(plain)
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes | memoryview) -> None:
         """Take bytes that came, for :meth:`read_into`."""
         self._in.write(data)
         self._shake_hands()
@@ -171,6 +171,8 @@ class TlsSocket(socket.socket):
     def __init__(self, sock: socket.socket, tunnel: Tunnel) -> None:
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self._tunnel = tunnel
+        # Kept, because a new one for each call would be mapped anew.
+        self._raw = memoryview(bytearray(CHUNK_BYTES))
         self._sealed = memoryview(b"")
         self._taken = 0
 
@@ -193,11 +195,11 @@ class TlsSocket(socket.socket):
             if got or not len(view):
                 return got
             self._flush()
-            data = super().recv(CHUNK_BYTES)
-            if not data:
+            came = super().recv_into(self._raw)
+            if not came:
                 return 0
             try:
-                self._tunnel.feed(data)
+                self._tunnel.feed(self._raw[:came])
             finally:
                 answer = self._tunnel.seal(b"")
                 if answer:
