@@ -14,7 +14,7 @@ from kvferry.testing.chaos import SCENARIOS, Options, Report, run
 from kvferry.testing.chaos.namespaces import NET_LINK, Network, missing
 from kvferry.testing.chaos.scenarios import TWO_HOSTS
 
-WHY_NO_HOSTS = missing("ip", "unshare", "nsenter", "nft", "tc")
+WHY_NO_HOSTS = missing("ip", "unshare", "nsenter", "nft")
 needs_hosts = pytest.mark.skipif(bool(WHY_NO_HOSTS), reason=WHY_NO_HOSTS)
 
 
@@ -25,23 +25,22 @@ def small(*scenarios: str) -> Report:
 
 
 @pytest.mark.slow
-def test_a_killed_router_and_a_jumping_clock_break_no_promise() -> None:
-    report = small("kill-router", "clock-jump")
+@pytest.mark.timeout(240)
+def test_a_killed_router_and_a_cut_network_break_no_promise() -> None:
+    """Without root only the first part."""
+    report = run(
+        Options(minutes=0, clients=16, scenarios=("kill-router", "cut"), lost_s=2.0), tell=print
+    )
+    print(report)
     assert report.ok, str(report)
     assert report.outcomes["broken"], "the router's death was not even noticed"
-    assert {fault["scenario"] for fault in report.faults} == {"kill-router", "clock-jump"}
-
-
-@needs_hosts
-@pytest.mark.slow
-def test_a_cut_network_is_seen_within_the_limit_and_stops_nobody() -> None:
-    report = small("cut")
-    assert report.ok, str(report)
-    (fault,) = report.faults
-    assert set(fault["seen_s"]) == {"decode-0", "prefill-0"}
-    # An engine that sees nothing is seen to see nothing: the cut was real.
-    assert min(fault["seen_s"].values()) > 1.0
-    assert fault["touched"] > 0
+    faults = {fault["scenario"]: fault for fault in report.faults}
+    assert faults.keys() | report.skipped.keys() == {"kill-router", "cut"}
+    assert faults["kill-router"]["touched"] > 0
+    if "cut" in faults:
+        assert set(faults["cut"]["seen_s"]) == {"decode-0", "prefill-0"}
+        # Silence is all that they had to go by, so the cut was real.
+        assert min(faults["cut"]["seen_s"].values()) > 1.0
 
 
 def test_without_root_scenarios_say_why_they_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
