@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 _PREFILL_TRIES = 2
 _HISTORY = 64
+_FOUND_MAX = 16
+_NAME_CHARS_MAX = 200
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -67,6 +69,7 @@ class Router:
         self._legs = Legs()
         self._running: set[Exchange] = set()
         self._ended: deque[Exchange] = deque(maxlen=_HISTORY)
+        self._failed: deque[Exchange] = deque(maxlen=_HISTORY)
         self._abandoner: Abandoner
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession
@@ -113,6 +116,7 @@ class Router:
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.show_metrics)
         application.router.add_get("/debug/requests", self.show_requests)
+        application.router.add_get("/debug/why", self.show_why)
         return application
 
     # One request
@@ -152,7 +156,10 @@ class Router:
         finally:
             self._running.discard(exchange)
             exchange.ended = time.monotonic()
+            exchange.note("answered", outcome=exchange.outcome or "bug")
             self._ended.append(exchange)
+            if exchange.outcome != "ok":
+                self._failed.append(exchange)
             if exchange.is_unclaimed:
                 assert exchange.asked is not None
                 self._abandoner.tell(*exchange.asked)
@@ -216,6 +223,7 @@ class Router:
         headers = request_headers(request.headers, exchange.attempt)
         headers["Accept-Encoding"] = "identity"
         exchange.asked = (worker, exchange.attempt)
+        exchange.note("prefill_asked", worker=worker.name)
         status = "cancelled"
         try:
             async with self._legs.start(worker) as leg:
@@ -226,8 +234,10 @@ class Router:
                     answer = await self._whole_answer(upstream, leg)
                 finally:
                     upstream.close()
+            exchange.note("prefill_answered", worker=worker.name, status=upstream.status)
         except KVFerryError as problem:
             status = problem.code
+            exchange.note("prefill_failed", worker=worker.name, reason=problem.message)
             self._note_refusal(worker, problem)
             raise
         finally:
@@ -285,7 +295,9 @@ class Router:
         def note_first() -> None:
             self.metrics.first_byte.observe(time.monotonic() - exchange.started)
             exchange.phase = "answering"
+            exchange.note("first_byte", worker=worker.name)
 
+        exchange.note("decode_asked", worker=worker.name)
         relay = Relay(request, self.config, note_first)
         headers = request_headers(request.headers, exchange.attempt)
         status = "cancelled"
@@ -301,6 +313,7 @@ class Router:
                     upstream.close()
         except KVFerryError as problem:
             status = problem.code
+            exchange.note("decode_failed", worker=worker.name, reason=problem.message)
             self._note_refusal(worker, problem)
             if relay.response is None:
                 raise
@@ -383,6 +396,23 @@ class Router:
             {
                 "running": [exchange.as_dict() for exchange in running],
                 "ended": [exchange.as_dict() for exchange in reversed(self._ended)],
+            }
+        )
+
+    async def show_why(self, request: web.Request) -> web.Response:
+        """GET /debug/why?id=: the router's view of a request, and whom to ask for the rest."""
+        text = request.query.get("id", "")[:_NAME_CHARS_MAX]
+        known = dict.fromkeys([*self._failed, *self._ended, *self._running])
+        if text == "last-failure":
+            found = [each for each in list(self._failed)[-1:] if each.outcome != "client_left"]
+        else:
+            found = [each for each in known if each.answers_to(text)]
+        return web.json_response(
+            {
+                "kind": "router",
+                "found": len(found),
+                "trails": [each.as_trail() for each in found[-_FOUND_MAX:]],
+                "workers": [worker.url for worker in self.table.workers],
             }
         )
 

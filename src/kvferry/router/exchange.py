@@ -18,6 +18,9 @@ from kvferry.errors import (
 )
 from kvferry.router.workers import Worker
 
+EVENTS_MAX = 64
+"""A request that is tried on very many workers stops being recorded there."""
+
 
 @dataclass(eq=False)
 class Exchange:
@@ -39,6 +42,17 @@ class Exchange:
     ended: float = 0.0
     asked: tuple[Worker, str] | None = None
     """The prefill worker that may have made an offer for this, and under which attempt."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What happened when, for ``kvferry why``; at most EVENTS_MAX."""
+
+    def __post_init__(self) -> None:
+        self.note("arrived", path=self.path)
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Keep an event of this request, now. Names and facts: docs/reference/events.md."""
+        if len(self.events) < EVENTS_MAX:
+            at_s = time.monotonic() - self.started
+            self.events.append({"at_s": at_s, "event": event, **facts})
 
     @property
     def attempt(self) -> str:
@@ -51,6 +65,37 @@ class Exchange:
         refused = self.outcome in ("client_error", "upstream_error")
         taken = self.handoff == "remote" and self.phase == "answering" and not refused
         return self.asked is not None and not taken
+
+    def answers_to(self, text: str) -> bool:
+        """Whether ``text`` is one of its names, or the beginning of one."""
+        return bool(text) and any(name.startswith(text) for name in self.names())
+
+    def names(self) -> list[str]:
+        """What it is called in headers and by workers, the latest attempt first."""
+        attempts = [f"{self.id}-{number}" for number in range(self.tries, 0, -1)]
+        return [*attempts[:8], *([self.label] if self.label else [])]
+
+    def as_trail(self) -> dict[str, Any]:
+        """The router's view of both legs, as ``kvferry why`` reads it."""
+        now = time.monotonic()
+        outcome = "running" if not self.ended else "ok" if self.outcome == "ok" else "failed"
+        if self.outcome == "client_left":
+            outcome = "cancelled"
+        why = {"code": self.outcome, "message": self.error}
+        return {
+            "kind": "request",
+            "id": self.id,
+            "handoff": "",
+            "labels": self.names(),
+            "engine": "router",
+            "peer": "",
+            "outcome": outcome,
+            "seconds": (self.ended or now) - self.started,
+            "ended_ago_s": now - self.ended if self.ended else 0.0,
+            "bytes_done": self.bytes_done,
+            "error": None if outcome in ("ok", "running") else why,
+            "events": list(self.events),
+        }
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -146,7 +146,9 @@ def printable(text: str) -> str:
 def _plan(plan: Mapping[str, Any]) -> str:
     words = []
     for place, path in enumerate(plan["paths"]):
-        words.append(f"{'first' if place == 0 else 'then'} {path['path']} ({path['reason']})")
+        words.append(
+            f"{'first' if place == 0 else 'then'} {path.get('path')} ({path.get('reason')})"
+        )
     words += [f"not {name} ({why})" for name, why in plan.get("rejected", {}).items()]
     return "; ".join(words)
 

@@ -5,7 +5,7 @@ Works on trails as plain JSON types, so that a dump of another process can be to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry.telemetry.events import EVENTS, printable, seconds, size
@@ -197,7 +197,7 @@ def _last(trail: Plain, name: str) -> Plain | None:
     return next((each for each in reversed(events) if each.get("event") == name), None)
 
 
-def tell_all(trails: list[Plain]) -> str:
+def tell_all(trails: Sequence[Plain]) -> str:
     """The story of one request from all that its sides know: decode's first, as it knows most."""
     order = {"claim": 0, "transfer": 1, "offer": 2, "request": 3}
     ranked = sorted(trails, key=lambda trail: order.get(str(trail.get("kind")), 9))

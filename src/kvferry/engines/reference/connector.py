@@ -53,7 +53,8 @@ class ClaimHandle(Protocol):
 class KVConnector(Protocol):
     """Moves KV. The engine's thread calls it; none of the calls may block.
 
-    A connector may also have ``statistics() -> dict``; ``/debug/state`` then shows it.
+    A connector may also have ``statistics() -> dict``, which ``/debug/state`` then shows,
+    ``why(text) -> dict`` for ``/debug/why``, and ``dump() -> Path`` for SIGUSR1.
     """
 
     def offer(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.config import EngineConfig
@@ -56,7 +57,11 @@ class KVFerryConnector:
             extra["logprob"] = sequence.first_logprobs.logprob
             extra["top"] = sequence.first_logprobs.top
         offer = self._ferry.offer(
-            sequence.prompt_blocks, len(sequence.prompt), extra=extra, on_end=ended
+            sequence.prompt_blocks,
+            len(sequence.prompt),
+            extra=extra,
+            on_end=ended,
+            labels=_labels(sequence),
         )
         self._offers[sequence.id] = offer
         return offer.params
@@ -88,7 +93,13 @@ class KVFerryConnector:
                 )
             )
 
-        return self._ferry.claim(params, sequence.prompt_blocks, len(sequence.prompt), on_end=ended)
+        return self._ferry.claim(
+            params,
+            sequence.prompt_blocks,
+            len(sequence.prompt),
+            on_end=ended,
+            labels=_labels(sequence),
+        )
 
     def decline(self, params: dict[str, Any]) -> None:
         """See KVConnector. Prefill has its blocks back at once, and not when the offer expires."""
@@ -106,6 +117,15 @@ class KVFerryConnector:
             "recent_claims": list(self._recent),
         }
 
+    def why(self, text: str) -> dict[str, Any]:
+        """For ``/debug/why``: the trails of the hand-offs that ``text`` names."""
+        return self._engine.recorder.why(text)
+
+    def dump(self) -> Path:
+        """Write the flight recorder to a file, in ``dump_dir`` or beside the socket. Blocks."""
+        config = self._engine.config
+        return self._engine.recorder.dump_to(config.dump_dir or config.directory)
+
     def _note(self, sequence: Sequence, end: ClaimEnd) -> None:
         if end.plan is not None:
             self._plan = end.plan.explain()
@@ -120,6 +140,11 @@ class KVFerryConnector:
                 "error": end.error.as_dict() if end.error else None,
             }
         )
+
+
+def _labels(sequence: Sequence) -> tuple[str, ...]:
+    """The request's names, the one that its client has in the answer first."""
+    return (sequence.id, *sequence.labels)
 
 
 def _logprobs(extra: dict[str, Any]) -> TokenLogprobs | None:

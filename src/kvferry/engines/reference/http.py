@@ -43,6 +43,8 @@ WRITE_S = 60.0
 """How long a client may read nothing of a stream before it counts as gone."""
 DONE = b"data: [DONE]\n\n"
 SEED_BITS = 63
+NAME_CHARS_MAX = 200
+"""Longest name of a request that is looked for."""
 CLIENT_GONE = 499
 """Status under which responses are counted that nobody was there to read."""
 
@@ -72,6 +74,7 @@ class Api:
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
                 web.get("/debug/state", self._state),
+                web.get("/debug/why", self._why),
             ]
         )
 
@@ -118,6 +121,24 @@ class Api:
                 body["connector"] = {"error": str(error)}
         return _json(body)
 
+    async def _why(self, request: web.Request) -> web.Response:
+        """GET /debug/why?id=: what the connector's flight recorder has of one request."""
+        why = getattr(self._connector, "why", None)
+        text = request.query.get("id", "")[:NAME_CHARS_MAX]
+        empty: dict[str, Any] = {"kind": "engine", "name": "", "found": 0, "trails": []}
+        return _json(empty if why is None else why(text))
+
+    def dump(self) -> None:
+        """Have the connector write its flight recorder to a file, and log where. Blocks."""
+        dump = getattr(self._connector, "dump", None)
+        if dump is None:
+            log.warning("there is no flight recorder to dump")
+            return
+        try:
+            log.warning("the flight recorder is in %s", dump())
+        except KVFerryError as error:
+            log.error("%s", error)
+
     # Generation.
 
     async def _generate(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
@@ -132,7 +153,7 @@ class Api:
         id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         reply = Reply(generation, served.tokenizer, id, int(time.time()))
         outputs: Queue = asyncio.Queue()  # bounded by max_tokens of each of the n answers
-        sequences = _sequences(generation, served, id, outputs)
+        sequences = _sequences(generation, served, id, outputs, _labels(request))
         is_written = False
         engine.submit(sequences)
         self._remember(request, sequences)
@@ -194,7 +215,15 @@ class Api:
         return response
 
 
-def _sequences(generation: Generation, served: Served, id: str, outputs: Queue) -> list[Sequence]:
+def _labels(request: web.Request) -> tuple[str, ...]:
+    """What the router and the client call this request."""
+    names = (request.headers.get(name, "") for name in (ATTEMPT_HEADER, "x-request-id"))
+    return tuple(name for name in names if name)
+
+
+def _sequences(
+    generation: Generation, served: Served, id: str, outputs: Queue, labels: tuple[str, ...]
+) -> list[Sequence]:
     seed = secrets.randbits(SEED_BITS)
     sequences = []
     for index in range(generation.n):
@@ -208,6 +237,7 @@ def _sequences(generation: Generation, served: Served, id: str, outputs: Queue) 
                 request_seed=seed + index,
                 transfer=generation.transfer,
                 text=TextStream(StreamDecoder(served.tokenizer), params.stop),
+                labels=labels,
                 sink=outputs.put_nowait,
             )
         )

@@ -134,6 +134,7 @@ class Sequence:
     request_seed: seeds the draws of this sequence; the same seed gives the same tokens anywhere.
     transfer: the request's ``kv_transfer_params``, or None for an ordinary request.
     text: makes text and finds stop strings; None if only tokens are wanted.
+    labels: what others call the request; for the flight recorder.
     sink: takes the outputs, in the consumer's thread.
     """
 
@@ -147,6 +148,7 @@ class Sequence:
         request_seed: int = 0,
         transfer: dict[str, Any] | None = None,
         text: TextStream | None = None,
+        labels: tuple[str, ...] = (),
         sink: Callable[[Output], None] | None = None,
     ) -> None:
         self.id = id
@@ -156,6 +158,7 @@ class Sequence:
         self.request_seed = request_seed
         self.transfer = transfer
         self.text = text
+        self.labels = labels
         self.sink = sink
         self.output: list[int] = []
         self.first_logprobs: TokenLogprobs | None = None

@@ -180,6 +180,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGUSR1, lambda: loop.run_in_executor(None, self.api.dump))
         runner = web.AppRunner(
             self.api.app,
             handler_cancellation=True,
@@ -194,7 +195,7 @@ class Server:
             return 1
         finally:
             await runner.cleanup()
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 loop.remove_signal_handler(number)
 
     async def _serve(self, runner: web.AppRunner) -> int:
