@@ -8,6 +8,7 @@ but are not supported, are refused: a client must not get something else than it
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from reprlib import repr as brief
 from typing import Any
 
 import msgspec
@@ -104,7 +105,7 @@ def parse(body: bytes, served: Served, *, is_chat: bool) -> Generation:
     model = fields.text("model") or served.models[0]
     if model not in served.models:
         raise ModelNotFoundError(
-            f"the model {model!r} is not served here; there is {', '.join(served.models)}",
+            f"the model {brief(model)} is not served here; there is {', '.join(served.models)}",
             param="model",
         )
     fields.refuse_unsupported()
@@ -148,8 +149,8 @@ class _Fields:
         return self._body.get(key)
 
     def _bad(self, key: str, wanted: str) -> FieldError:
-        shown = repr(self._body[key])
-        shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+        # Bounded in depth too: a value may be nested as deep as the interpreter can print none.
+        shown = brief(self._body[key])
         return FieldError(
             f"{self._prefix}{key} is {shown}: it must be {wanted}", param=self._prefix + key
         )

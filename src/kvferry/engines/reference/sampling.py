@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from reprlib import repr as brief
 
 import numpy as np
 import numpy.typing as npt
@@ -54,16 +55,18 @@ class SamplingParams:
             _whole("logprobs", self.logprobs, 0, _LOGPROBS_MAX)
         if not (_is_number(self.temperature) and 0 <= self.temperature <= _TEMPERATURE_MAX):
             raise UsageError(
-                f"temperature is {self.temperature!r}, "
+                f"temperature is {brief(self.temperature)}, "
                 f"it must be a number from 0 to {_TEMPERATURE_MAX:g}"
             )
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise UsageError(f"top_p is {self.top_p!r}, it must be above 0 and at most 1")
+            raise UsageError(f"top_p is {brief(self.top_p)}, it must be above 0 and at most 1")
         if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos is {self.ignore_eos!r}, it must be true or false")
+            raise UsageError(f"ignore_eos is {brief(self.ignore_eos)}, it must be true or false")
         texts = self.stop
         if not isinstance(texts, tuple) or not all(isinstance(t, str) and t for t in texts):
-            raise UsageError(f"stop is {texts!r}, it must be a tuple of texts, none of them empty")
+            raise UsageError(
+                f"stop is {brief(texts)}, it must be a tuple of texts, none of them empty"
+            )
         if len(texts) > _STOP_MAX:
             raise UsageError(f"stop has {len(texts)} texts, at most {_STOP_MAX} are allowed")
 
@@ -139,4 +142,4 @@ def _whole(field: str, value: object, low: int | None, high: int | None) -> None
         span = "an integer"
         if low is not None:
             span += f" from {low}" + (f" to {high}" if high is not None else "")
-        raise UsageError(f"{field} is {value!r}, it must be {span}")
+        raise UsageError(f"{field} is {brief(value)}, it must be {span}")
