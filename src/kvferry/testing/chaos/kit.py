@@ -38,14 +38,14 @@ class Options:
     minutes: time under load in all; each scenario runs at least once, whatever it is.
     clients: how many ask at once. scenarios: names; none means all.
     seed: of the questions, the order of the faults and their victims.
-    lost_s: after so much silence an engine or a worker counts as lost.
+    lost_s: after so much silence an engine or a worker counts as lost; the default is the engines'.
     """
 
     minutes: float = 10.0
     clients: int = 64
     scenarios: tuple[str, ...] = ()
     seed: int = 0
-    lost_s: float = 5.0
+    lost_s: float = 4.0
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.scenarios if name not in SCENARIOS]
