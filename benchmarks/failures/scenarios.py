@@ -19,7 +19,7 @@ LOST = (
 )
 CUT_OFF = r"cut off|dropped|nothing heard|timed? ?out|no connection .*in time|no progress"
 BEYOND = (
-    r"outside|beyond|bounds|end at|not registered|unregistered|invalid address|not found|rejected"
+    r"outside|beyond|bounds|end at|not registered|unregistered|invalid address|not.found|rejected"
 )
 GONE = r"deregister|gone|stale|unregistered|not registered|rejected"
 FOREIGN = r"not kvferry|not .*protocol|protocol|magic|version|malformed|handshake"
