@@ -30,6 +30,7 @@ SUBCOMMANDS = {
     "route": _Subcommand("route:route", "Run the router over workers that already run."),
     "engine": _Subcommand("engine:engine", "Run one reference engine."),
     "demo": _Subcommand("demo:demo", "See a hand-off work, end to end, on this machine."),
+    "chaos": _Subcommand("chaos:chaos", "Look for faults of the hand-off, simulated or real."),
     "why": _Subcommand("why:why", "Tell why a request failed, or where its time went."),
     "version": _Subcommand("main:version", "Print the version."),
 }

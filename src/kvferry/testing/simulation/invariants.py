@@ -12,9 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry.connections import STRANGERS_MAX
-from kvferry.handoff import ClaimEnd, OfferEnd
+from kvferry.handoff import PARAMS_KEY, ClaimEnd, OfferEnd
 from kvferry.peers import OUTBOX_BYTES_MAX, PENDING_MAX, Peer
-from kvferry.protocol.handoff import FINISHED_MAX, OfferEnded
+from kvferry.protocol.handoff import FINISHED_MAX, ClaimState, OfferEnded
+from kvferry.protocol.messages import Claim, Confirm, Message
 from kvferry.testing.simulation.pool import explain
 from kvferry.testing.simulation.serving import QUEUE_MAX, ClaimRecord, OfferRecord
 from kvferry.transfer import Transfer
@@ -28,7 +29,9 @@ STOP_S = 1.0
 NOTICE_S = 1.0
 """How long news may take between two processes that run, over a way that is open."""
 SLACK_S = 0.5
+LOST_S = 1.5
 DUES_MAX = 4096
+_ASKING = {Claim: ClaimState.CLAIMING, Confirm: ClaimState.CONFIRMING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +125,9 @@ class Watch:
 
     def offered(self, record: OfferRecord, expires_s: float) -> None:
         self.count("offers")
-        process, times = record.process, self._world.times
+        process, lease_s = record.process, self._world.lease_s
         # Claimed at the last moment, and renewed until decode's own deadline.
-        limit_s = expires_s + 4.0 + STOP_S + times["lease_s"] + times["lost_s"] + SLACK_S
+        limit_s = expires_s + 4.0 + STOP_S + lease_s + LOST_S + SLACK_S
         text = f"the offer of request {record.request} has not ended"
         self.overdue("deadline", text, process, limit_s, lambda: bool(record.end))
 
@@ -135,7 +138,7 @@ class Watch:
         if claim is not None:
             text = f"the offer of request {record.request} was withdrawn and lives on"
             ends = [record.process, claim.process]
-            self._between(text, ends, NOTICE_S + STOP_S, lambda: bool(record.end))
+            self._between(text, ends, NOTICE_S, lambda: bool(record.end))
 
     def offer_released(self, process: Process, action: OfferEnded) -> None:
         """The tables let go of an offer: nobody may read it now, unless that was forced."""
@@ -156,7 +159,9 @@ class Watch:
             self.violated("once", f"{name} ended twice: {record.end}, then {end.code}")
         record.end = end.code
         self.count("offer " + end.code)
-        self._world.note(record.process.name, f"ends its offer of request {record.request}:", end.code)
+        self._world.note(
+            record.process.name, f"ends its offer of request {record.request}:", end.code
+        )
         if end.code != "delivered" and record in self._loaded:
             self.violated("agreement", f"{name} ended {end.code}, and was loaded")
 
@@ -167,6 +172,41 @@ class Watch:
         text = f"the claim of request {record.request} has not ended"
         limit_s = deadline_s + STOP_S + SLACK_S
         self.overdue("deadline", text, record.process, limit_s, lambda: bool(record.end))
+
+    def said(self, process: Process, session: object, message: Message) -> None:
+        """A message is about to be sent: a claim goes to the incarnation that made the offer."""
+        self._world.note(process.name, "says", message)
+        if not isinstance(message, (Claim, Confirm)):
+            return
+        record = self.claims.get(message.claim_id)
+        if record is None or record.params is None or not isinstance(session, Peer):
+            return
+        if record.params[PARAMS_KEY]["engine"] != session.incarnation.hex():
+            self.violated(
+                "incarnation",
+                f"{process.name} claims request {record.request} from {session.name}, and another "
+                "incarnation made the offer",
+            )
+        elif record.offered is not None:
+            claim_id, state = message.claim_id, _ASKING[type(message)]
+            text = f"{process.name} asked for request {record.request} and has no answer"
+
+            def is_answered() -> bool:
+                live = process.ferry._claims._claims.get(claim_id)
+                return live is None or live.state is not state
+
+            self._between(text, [process, record.offered.process], NOTICE_S, is_answered)
+
+    def session_lost(self, process: Process, peer: Peer) -> None:
+        """A session has ended, and the tables were told: nothing hangs on it for long."""
+        ferry = process.ferry
+        if any(offer.session is peer for offer in ferry._offers._offers.values()):
+            self.violated("notice", f"{process.name} keeps blocks for {peer.name}, which is lost")
+        for claim in ferry._claim_of.values():
+            record = self.claims.get(claim.claim_id)
+            if record is not None and claim.peer is peer:
+                text = f"the claim of request {record.request} hangs on a lost session"
+                self.overdue("notice", text, process, STOP_S, partial(_has_ended, record))
 
     def read_stopping(self, process: Process, claim_id: bytes) -> None:
         record = self.claims.get(claim_id)
@@ -244,7 +284,7 @@ class Watch:
                 f"wrong bytes: {explain(found, data)}",
             )
 
-    # -- processes ----------------------------------------------------------------------------------
+    # -- processes ------------------------------------------------------------------------------
 
     def died(self, process: Process) -> None:
         """Whoever was connected hears the end of the stream, and gives up what hung on it."""
@@ -277,20 +317,14 @@ class Watch:
                 self._check_peer(process, peer)
 
     def _check_peer(self, process: Process, peer: Peer) -> None:
-        """Nothing piles up, and a connection leads to the incarnation that it was meant for."""
+        """Nothing piles up for a peer."""
         if peer._outbox_bytes > OUTBOX_BYTES_MAX or len(peer._pending) > PENDING_MAX:
             self.violated("queue", f"{process.name}: too much waits for {peer.name}")
-        if not peer.caller:
-            return
-        far = getattr(peer.sock, "other", None)
-        wanted = peer.session._hello.expected
-        if far is not None and wanted and wanted != far.owner.incarnation:
-            self.violated(
-                "incarnation",
-                f"{process.name} is connected to {far.owner.name}, and wanted an incarnation that "
-                "is gone",
-            )
 
 
 def _is_lost(peer: Peer) -> bool:
     return peer.lost is not None
+
+
+def _has_ended(record: ClaimRecord) -> bool:
+    return bool(record.end)

@@ -282,7 +282,7 @@ class Network:
         return listener
 
     def connect(self, owner: Waker, address: Address) -> VirtualSocket:
-        """Begin to connect; the socket becomes writable when that has ended one way or the other."""
+        """Begin to connect; the socket becomes writable when that has ended, well or not."""
         if address.scheme != "tcp":
             raise UnreachableError(f"{address} is not of this network")
         sock = self._socket(owner, address.host)

@@ -45,7 +45,7 @@ class Action:
         one, two = name(self.one), name(self.two)
         about, long = self.about, f"{self.seconds:.2f} s"
         return {
-            "request": f"request {self.number} ({self.n_tokens} tokens): prefill {one}, decode {two}",
+            "request": f"request {self.number} ({self.n_tokens} tokens) from {one} to {two}",
             "leave": f"the client of request {about} leaves",
             "withdraw": f"prefill withdraws its offer of request {about}",
             "repeat": f"the parameters of request {about} are sent to {two} as well",
@@ -85,9 +85,8 @@ def make_plan(seed: int, steps: int) -> Plan:
         if not begun or rng.random() >= fault_share:
             begun.append((number, now))
             n_tokens = rng.choice((0, 1, 2, 3, 4, 5, 6, 8, 8))
-            actions.append(
-                Action(number, "request", now, *map(rng.choice, hosts), n_tokens=n_tokens)
-            )
+            one, two = map(rng.choice, hosts)
+            actions.append(Action(number, "request", now, one, two, n_tokens=n_tokens))
         else:
             actions.append(_fault(rng, number, now, hosts, begun))
     actions.sort(key=lambda action: (action.at_s, action.number))

@@ -16,7 +16,6 @@ from kvferry.config import EngineConfig
 from kvferry.connections import Connections
 from kvferry.deferring import DeferringLock
 from kvferry.engine import Engine
-from kvferry.errors import ConfigError
 from kvferry.handoff import Claim, HandOff
 from kvferry.peers import Peer
 from kvferry.protocol.handoff import AbortRead, OfferEnded, Send
@@ -25,6 +24,7 @@ from kvferry.registry import Registration, Registry
 from kvferry.sockets import Address
 from kvferry.telemetry.recorder import Recorder
 from kvferry.telemetry.trail import Trail
+from kvferry.testing.simulation.invariants import LOST_S
 from kvferry.testing.simulation.pool import BlockPool
 from kvferry.testing.simulation.reads import Reads
 from kvferry.testing.simulation.schedule import ProcessClock
@@ -96,12 +96,12 @@ class VirtualLock(DeferringLock):
         self._running = False
 
     def __exit__(self, *error: object) -> None:
-        if self._depth == 1 and self._after and not self._running:
-            if self._late or self._process.rng.random() < 0.15:
-                if not self._late:
-                    self._process.after(self._process.rng.random() * 0.002, self._run_late)
-                self._late += self._after
-                self._after = []
+        outermost = self._depth == 1 and self._after and not self._running
+        if outermost and (self._late or self._process.rng.random() < 0.15):
+            if not self._late:
+                self._process.after(self._process.rng.random() * 0.002, self._run_late)
+            self._late += self._after
+            self._after = []
         super().__exit__(*error)
 
     def _run_late(self) -> None:
@@ -211,6 +211,10 @@ class WatchedHandOff(HandOff):
         self.process.world.watch.named(self.process, made)
         return made
 
+    def on_peer_lost(self, peer: Peer) -> None:
+        super().on_peer_lost(peer)
+        self.process.world.watch.session_lost(self.process, peer)
+
     def _read(self, claim: Claim, *place: Any) -> Any:
         self.process.reads.claim_id = claim.claim_id
         return super()._read(claim, *place)
@@ -223,7 +227,7 @@ class WatchedHandOff(HandOff):
             elif isinstance(action, AbortRead):
                 watch.read_stopping(self.process, action.claim_id)
             elif isinstance(action, Send):
-                self.process.world.note(self.process.name, "says", action.message)
+                watch.said(self.process, action.session, action.message)
         super()._do(actions)
 
 
@@ -259,11 +263,16 @@ class Process:
         self.after(0.0, self._turn)
 
     def _config(self) -> EngineConfig:
-        times = self.world.times
-        try:
-            return EngineConfig(name=self.name, transports=(), directory="/", **times)
-        except ConfigError as error:
-            raise AssertionError(f"the simulation's own settings are wrong: {error}") from error
+        return EngineConfig(
+            name=self.name,
+            directory="/",
+            heartbeat_s=0.4,
+            lost_s=LOST_S,
+            connect_s=1.5,
+            lease_s=self.world.lease_s,
+            offer_s=3.0,
+            transfer_s=4.0,
+        )
 
     def new_id(self) -> bytes:
         self._ids += 1
@@ -340,4 +349,3 @@ class Process:
             for sock in backlog:
                 sock.vanish() if power else sock.close()
             listener.is_closed = True
-

@@ -100,7 +100,7 @@ class _Read:
         self._owner = source
         self._left = list(zip(_slots(spans[0]), _slots(spans[1]), strict=True))
         self._fails_at = rng.randrange(len(self._left)) if rng.random() < 0.03 else -1
-        self._pace_s = rng.choice((0.0002, 0.0002, 0.002, 0.002, 0.02, 0.3))
+        self._pace_s = rng.choice((0.0002, 0.0002, 0.002, 0.02, 0.1, 0.3))
         self._size = max(1, len(self._left) // rng.choice((1, 3, 6, 12)))
         self._why: KVFerryError | None = None
         self._began = process.clock.now()
@@ -159,5 +159,3 @@ def _slots(spans: Spans) -> list[int]:
         for begin, nbytes in zip(spans.offsets.tolist(), spans.lengths.tolist(), strict=True)
         for at in range(begin, begin + nbytes, SLOT.size)
     ]
-
-

@@ -54,15 +54,7 @@ class World:
         self.memories: dict[bytes, tuple[Process, BlockPool]] = {}
         self.trace: list[tuple[float, str, str]] = []
         rng = random.Random(f"{self.seed}/world")
-        lease_s = rng.choice((0.4, 1.0, 2.0))
-        self.times = {
-            "heartbeat_s": 0.4,
-            "lost_s": 1.5,
-            "connect_s": 1.5,
-            "lease_s": lease_s,
-            "offer_s": 3.0,
-            "transfer_s": 4.0,
-        }
+        self.lease_s = rng.choice((0.4, 1.0, 2.0))
         self._shapes = {
             host: (rng.choice(BLOCKS), rng.choice((2, 2, 4)))
             for host in [
@@ -73,10 +65,11 @@ class World:
         self._hash = hashlib.blake2b(digest_size=8)
         self._starts = 0
         self._holders = 0
+        self._times: dict[str, int] = {}
         self._processes: dict[str, Process] = {}
         self._heal: list[Callable[[], None]] = []
 
-    # -- what the others ask ------------------------------------------------------------------------
+    # -- what the others ask ---------------------------------------------------------------------
 
     def at(self, host: str) -> Process | None:
         return self._processes.get(host)
@@ -112,7 +105,7 @@ class World:
         code = getattr(message, "code", "")
         return " ".join([kind, *names[:3], *([f"({code})"] if code else [])])
 
-    # -- running ------------------------------------------------------------------------------------
+    # -- running ---------------------------------------------------------------------------------
 
     def run(self) -> Report:
         """Let everything happen, to the end or to the first violation."""
@@ -198,14 +191,12 @@ class World:
             if count:
                 self.watch.violated("leak", f"{process.name}: {count} {what} after its close")
 
-    # -- what the plan does ---------------------------------------------------------------------------
+    # -- what the plan does ----------------------------------------------------------------------
 
     def _start(self, host: str) -> None:
         self._starts += 1
-        before = self._processes.get(host)
-        name = plans.name(host)
-        if before is not None:
-            name = f"{name}'{before.name.count(chr(39)) and int(before.name.split(chr(39))[1]) + 1 or 2}"
+        times = self._times[host] = self._times.get(host, 0) + 1
+        name = plans.name(host) + (f"'{times}" if times > 1 else "")
         self.network.down.discard(host)
         pool = BlockPool(*self._shapes[host], self._starts)
         self._processes[host] = Process(self, host, name, self._starts, pool)
@@ -350,5 +341,3 @@ class _Errors(AbstractContextManager[None]):
 
 def _leave_as_it_is(_process: Process) -> None:
     return None
-
-
