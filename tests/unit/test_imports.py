@@ -53,7 +53,7 @@ ALLOWED = {
     "cli": "errors config layout engine handoff engines router launcher planner telemetry testing "
     "kvferry",
     "testing": "errors clock config regions layout protocol memory transports planner transfer "
-    f"handoff sockets launcher telemetry {CORE}",
+    f"deferring handoff sockets launcher telemetry {CORE}",
     # The names that users import: loaded when first used, so they cost nothing and bind nobody.
     "kvferry": "config engine errors handoff layout peers planner regions registry transfer "
     "transports.base",
