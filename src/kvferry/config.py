@@ -51,6 +51,10 @@ class EngineConfig:
     inline_bytes_max: up to so much a mapped copy runs in the caller's thread.
     copy_threads: threads for one large copy; 0 means up to four, by the number of cores.
     ring_bytes, ring_slots: size and number of slots of a ``staged`` ring.
+    device_ring_bytes, device_ring_slots: the same for device memory, whose copies take longer to
+        begin.
+    device_blocks: thread blocks of a copy on a device; fewer leave more of it to a running model,
+        and copy more slowly. 0 takes four per multiprocessor.
     dump_dir: where the flight recorder is dumped after an internal error; empty for nowhere.
     """
 
@@ -82,13 +86,16 @@ class EngineConfig:
     copy_threads: int = 0
     ring_bytes: int = 1 << 20
     ring_slots: int = 4
+    device_ring_bytes: int = 8 << 20
+    device_ring_slots: int = 4
+    device_blocks: int = 0
     dump_dir: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                zero_is_fine = field.name in ("copy_threads", "split_lanes")
+                zero_is_fine = field.name in ("copy_threads", "split_lanes", "device_blocks")
                 if not math.isfinite(value) or value < 0 or (value == 0 and not zero_is_fine):
                     raise ConfigError(f"{field.name}={value!r}: must be greater than 0")
                 if field.name.endswith("_s") and value > SECONDS_MAX:
@@ -101,8 +108,12 @@ class EngineConfig:
                 "heart-beat would end a session",
                 fix="set lost_s to at least twice heartbeat_s",
             )
-        if not 4096 <= self.ring_bytes <= 1 << 30 or not 2 <= self.ring_slots <= 1024:
-            raise ConfigError("ring_bytes must be 4 KiB to 1 GiB and ring_slots 2 to 1024")
+        for kind in ("", "device_"):
+            nbytes, slots = getattr(self, f"{kind}ring_bytes"), getattr(self, f"{kind}ring_slots")
+            if not 4096 <= nbytes <= 1 << 30 or not 2 <= slots <= 1024:
+                raise ConfigError(
+                    f"{kind}ring_bytes must be 4 KiB to 1 GiB and {kind}ring_slots 2 to 1024"
+                )
 
     @classmethod
     def from_environment(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import xxhash
 
+from kvferry.memory.places import SETTLE_S, Place
 from kvferry.regions import I64, U64
 
 KIND = "xxh3-64"
@@ -59,6 +60,19 @@ def batches(lengths: I64) -> list[slice]:
         runs.append(slice(begin, end))
         begin, base = end, int(ends[end - 1])
     return runs
+
+
+def digest_of(place: Place, addresses: U64, lengths: I64, stop: Callable[[], bool]) -> U64 | None:
+    """:func:`digest` of spans in memory of any kind; device memory is first brought to the host.
+
+    Raises DeviceError.
+    """
+    if place.is_host or not lengths.size:
+        return digest(addresses, lengths, stop)
+    ends = np.cumsum(lengths)
+    buffer = place.pinned(int(ends[-1]))
+    place.gather(buffer.ctypes.data, addresses, lengths).settle(SETTLE_S)
+    return digest((ends - lengths).view("u8") + np.uint64(buffer.ctypes.data), lengths, stop)
 
 
 def digest(addresses: U64, lengths: I64, stop: Callable[[], bool]) -> U64 | None:

@@ -27,6 +27,9 @@ from kvferry.errors import (
 )
 from kvferry.integrity import Answers
 from kvferry.loop import TICK_S, ControlLoop
+from kvferry.memory.cuda import DeviceBlock, device_address
+from kvferry.memory.cuda_driver import CudaDriver, driver
+from kvferry.memory.devices import Devices
 from kvferry.memory.host import address_of, allocate_shared
 from kvferry.movers import Movers
 from kvferry.moves import Moves
@@ -58,6 +61,7 @@ class Engine:
     config: settings; default is EngineConfig.from_environment().
     clock: where time comes from; tests pass a fake one.
     extra: transports that are not in the registry, by name, such as a FaultyTransport.
+    cuda: gives the driver for device memory; tests pass one that returns a FakeCuda.
 
     Usable as a context manager. All methods may be called from any thread unless they say
     otherwise. After :meth:`close`, or in a forked child, they raise ClosedError.
@@ -69,6 +73,7 @@ class Engine:
         *,
         clock: Clock | None = None,
         extra: dict[str, Transport] | None = None,
+        cuda: Callable[[], CudaDriver] = driver,
     ) -> None:
         self.config = (config or EngineConfig.from_environment()).with_defaults()
         self.clock: Clock = clock or SystemClock()
@@ -81,6 +86,7 @@ class Engine:
         self._lock = DeferringLock()
         self._closed = False
         self._transports, self.unusable = transports.choose(self.config.transports, extra or {})
+        self.devices = Devices(cuda, blocks=self.config.device_blocks)
         self._registry = Registry(self._transports)
         self.loop = ControlLoop(self.config.name, self.clock, self._tick)
         movers_max = max(2, min(4, os.cpu_count() or 1))
@@ -169,6 +175,7 @@ class Engine:
         with self.locked():
             self.moves.end_left()
         self._registry.close()
+        self.devices.close()
 
     def check_open(self) -> None:
         """Raise ClosedError when this engine cannot be used any more."""
@@ -182,31 +189,47 @@ class Engine:
 
     # -- regions ----------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, *, access: str = READ) -> Registration:
-        """New host memory that peers on this host can map. Blocks while pages are reserved.
+    def allocate(self, nbytes: int, *, access: str = READ, device: str = "") -> Registration:
+        """New memory that peers on this host can map. Blocks while pages are reserved.
 
         access: ``"read"`` lets peers read only, ``"read-write"`` lets them write too.
-        Raises RegistrationError when there is not enough memory.
+        device: ``""`` for host memory; for device memory a UUID, or ``"cuda"`` or ``"cuda:1"`` as
+        this process counts devices. Its registration has no ``array``.
+        Raises RegistrationError when there is not enough memory, DeviceError.
         """
         self.check_open()
         _check_access(access)
+        if device:
+            block = DeviceBlock(self.devices.named(device), nbytes)
+            uuid = block.device.facts.uuid
+            return self._add(block.address, nbytes, access, memory=block, device=uuid)
         memory = allocate_shared(nbytes)
-        return self._registry.add(
-            self, memory.address, nbytes, access, fd=memory.fd, array=memory.array(), memory=memory
+        return self._add(
+            memory.address, nbytes, access, fd=memory.fd, array=memory.array(), memory=memory
         )
 
-    def register(self, buffer: Any, *, access: str = READ) -> Registration:
-        """Make existing host memory reachable for peers.
+    def register(self, buffer: Any, *, access: str = READ, kind: str = "") -> Registration:
+        """Make existing memory reachable for peers.
 
-        buffer: a C-contiguous array, a writable buffer, a CPU tensor, or (address, nbytes). It must
-        stay alive until the registration is closed. Registering the very same memory again returns
-        the same registration, counted. Such memory cannot be mapped by peers: use
-        :meth:`allocate` where there is a choice.
+        buffer: host memory as a C-contiguous array, a writable buffer, a CPU tensor; device memory
+        as a CUDA tensor or array (torch, ``__cuda_array_interface__``, DLPack); or (address,
+        nbytes), with kind ``"cuda"`` if it is device memory. It must stay alive until the
+        registration is closed. Registering the very same memory again returns the same
+        registration, counted. Such host memory cannot be mapped by peers: use :meth:`allocate`
+        where there is a choice. Raises UsageError, RegistrationError, DeviceError.
         """
         self.check_open()
         _check_access(access)
-        address, nbytes = address_of(buffer)
-        return self._registry.add(self, address, nbytes, access, keep=buffer)
+        found = buffer if kind == "cuda" else device_address(buffer)
+        if found is None:
+            address, nbytes = address_of(buffer)
+            return self._add(address, nbytes, access, keep=buffer)
+        address, nbytes = found
+        device, _ = self.devices.around(address)
+        return self._add(address, nbytes, access, keep=buffer, device=device.facts.uuid)
+
+    def _add(self, address: int, nbytes: int, access: str, **facts: Any) -> Registration:
+        return self._registry.add(self, address, nbytes, access, **facts)
 
     def deregister(self, registration: Registration) -> None:
         """What Registration.close does; blocks until no transfer uses the region."""

@@ -23,7 +23,6 @@ from kvferry.errors import (
     CorruptError,
     KVFerryError,
     ProtocolError,
-    UsageError,
 )
 from kvferry.memory.places import lend
 from kvferry.peers import Peer
@@ -73,13 +72,7 @@ class Verification:
 
     def start(self) -> None:
         """Ask for the first batch. Under the lock."""
-        try:
-            _check_kind(self._op.local.kind)
-            _check_kind(self._op.remote.kind)
-        except UsageError as error:
-            self.stop(error)
-        else:
-            self._ask()
+        self._ask()
 
     def stop(self, error: KVFerryError) -> None:
         """End with ``error`` as soon as nothing reads the memory. Under the lock."""
@@ -256,8 +249,6 @@ class Answers:
                 f"digests of {len(spans)} spans with {spans.nbytes} bytes are too much for one "
                 "request"
             )
-        registration = self._engine.registry.find(message.region_id, message.token)
-        _check_kind(registration.region.kind)
         access = self._engine.access(
             message.region_id, message.token, message.generation, spans, write=False
         )
@@ -274,13 +265,3 @@ class Answers:
 
     def _refuse(self, peer: Peer, message: Verify, error: KVFerryError) -> None:
         peer.send(Failure(message.request_id, error.code, messages.explain(error)))
-
-
-def _check_kind(kind: str) -> None:
-    """Raise UsageError for memory that this process cannot read by its addresses."""
-    if kind != "host":
-        raise UsageError(
-            f"digests of {kind} memory cannot be computed",
-            stage="verify",
-            fix="checksums are for host memory: set checksum to 'off' for this transfer",
-        )

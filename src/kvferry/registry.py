@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BoundsError, RegistrationError, StaleRegionError, UsageError
-from kvferry.memory.host import SharedBuffer
 from kvferry.peers import REF
 from kvferry.regions import READ_WRITE, Region, Spans, check_bounds
 from kvferry.transports.base import Access, Export, Transport
@@ -30,6 +29,12 @@ log = logging.getLogger(__name__)
 
 DEREGISTER_S = 5.0
 """How long deregistering waits for transfers that use the region."""
+
+
+class Memory(Protocol):
+    """Memory that was allocated here, and goes with its registration."""
+
+    def close(self) -> None: ...
 
 
 class Registration:
@@ -47,7 +52,7 @@ class Registration:
         self.region = region
         self.array = array
         self.exports: dict[str, Export] = {}
-        self.memory: SharedBuffer | None = None
+        self.memory: Memory | None = None
         self.users = 0
         self.count = 1
         self.is_freed = False
@@ -98,8 +103,9 @@ class Registry:
         *,
         fd: int = -1,
         array: npt.NDArray[np.uint8] | None = None,
-        memory: SharedBuffer | None = None,
+        memory: Memory | None = None,
         keep: Any = None,
+        device: str = "",
     ) -> Registration:
         """A new registration, or the same one again for the same memory."""
         if nbytes < 1:
@@ -112,7 +118,8 @@ class Registry:
                 return known
             region_id = self._next_id
             self._next_id += 1
-        region = Region(region_id, "host", "", address, nbytes, 1, os.urandom(16), access)
+        kind = "cuda" if device else "host"
+        region = Region(region_id, kind, device, address, nbytes, 1, os.urandom(16), access)
         registration = Registration(engine, region, array, keep)
         registration.memory = memory
         try:
@@ -161,7 +168,7 @@ class Registry:
         try:
             check_bounds(spans, region.nbytes, what="requested")
             addresses = spans.offsets.astype(np.uint64) + np.uint64(region.address)
-            yield Access(addresses, spans.lengths, spans.nbytes)
+            yield Access(addresses, spans.lengths, spans.nbytes, region.kind, region.device)
         finally:
             with self._lock:
                 registration.users -= 1

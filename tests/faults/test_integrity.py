@@ -13,12 +13,11 @@ import pytest
 from kvferry import digests
 from kvferry.errors import CorruptError, DeadlineError, PeerLostError, UsageError
 from kvferry.handoff import HandOff
-from kvferry.integrity import Verification
 from kvferry.layout import KVGeometry
 from kvferry.protocol.messages import Verify
 from kvferry.regions import Spans
 from kvferry.testing.conformance import wait_until
-from kvferry.transports.base import Capabilities, Operation
+from kvferry.transports.base import Capabilities
 from kvferry.transports.inproc import InprocTransport
 
 from .helpers import Ends
@@ -262,21 +261,13 @@ def test_the_owner_checks_what_it_is_asked(pair, fields, code):
     assert (error, len(answer.values)) == (None, 8)
 
 
-def test_memory_that_has_no_addresses_here_is_never_read(pair):
+def test_memory_of_a_device_that_is_not_here_is_never_read(pair):
     world = pair()
     owner = world.far.registry.find(world.remote.region_id, world.remote.token)
-    owner.region = replace(owner.region, kind="cuda")
+    owner.region = replace(owner.region, kind="cuda", device="GPU-none")
     _, error = ask(world)
-    assert (error.code, "digests of cuda memory" in error.message) == ("usage", True)
-    owner.region = replace(owner.region, kind="host")
-    moved = Operation(
-        1, False, replace(world.local.region, kind="cuda"), world.remote, world.peer.view,
-        np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64), 1, 0.0,
-    )  # fmt: skip
-    ends = []
-    with world.near.locked():
-        Verification(world.near, moved, sampled=False, ended=ends.append).start()
-    assert [error.code for error in ends] == ["usage"]
+    assert error.code == "device"
+    owner.region = replace(owner.region, kind="host", device="")
 
 
 def test_a_peer_keeps_one_mover_busy_at_most(pair, monkeypatch):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.resource_tracker
+
 import pytest
+from tests.unit.memory.cuda_checks import check_copies
 
 from kvferry.memory.cuda import CudaDevice
 from kvferry.memory.cuda_driver import driver
@@ -10,7 +14,13 @@ from kvferry.memory.cuda_driver import driver
 
 @pytest.fixture(scope="session")
 def cuda():
-    return driver()
+    """The driver, after the first work: what it opens then stays open until the process ends."""
+    cuda = driver()
+    device = CudaDevice(cuda, cuda.devices()[0])
+    check_copies(device, "mixture", 1)
+    device.close()
+    multiprocessing.resource_tracker.ensure_running()
+    return cuda
 
 
 @pytest.fixture

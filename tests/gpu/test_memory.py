@@ -95,10 +95,13 @@ def test_another_process_reads(device, cuda, kind):
     here, there = spawn.Pipe()
     process = spawn.Process(target=_reader, args=(there, what, POOL_BYTES))
     process.start()
+    there.close()
     assert here.poll(60)
     assert here.recv_bytes() == values.tobytes()
     process.join(30)
     assert process.exitcode == 0
+    process.close()
+    here.close()
     if kind == "vmm":
         os.close(fd)
         cuda.vmm_free(pool.address, POOL_BYTES)

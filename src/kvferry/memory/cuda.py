@@ -34,9 +34,16 @@ BLOCKS_PER_MULTIPROCESSOR = 4
 ENGINE_SPANS_MAX = 32
 """Up to so many spans of at least ENGINE_BYTES each go to the copy engine, one call per span."""
 ENGINE_BYTES = 1 << 20
-SPINS = 64
-"""A flight is asked so often without a pause; most small ones have landed by then."""
-PAUSE_S, PAUSE_MAX_S = 2e-5, 1e-3
+LAUNCH_BYTES = 128 << 20
+LAUNCH_SPANS_MIN = 2048
+"""A long list goes in several launches of about so many bytes: the first copies while the lists of
+the next are still being written.
+"""
+SPIN_S = 3e-4
+"""A flight is asked so long without a pause, which covers 500 MB within a device; the shortest
+sleep of a thread takes about 0.1 ms.
+"""
+PAUSE_S, PAUSE_MAX_S = 5e-5, 1e-3
 QUEUES_MAX = 16
 """So many idle queues are kept per device."""
 
@@ -65,20 +72,23 @@ __device__ void move(char *t, const char *s, u64 size, int lane)
 }
 
 /* A warp takes one part of one span at a time. The widest access that both addresses allow moves
- * it, after the few bytes that bring both to a boundary where they share one. */
+ * it, after the few bytes that bring both to a boundary where they share one. Without a list of
+ * lengths all spans have the same. */
 extern "C" __global__ void copy_spans(const u64 *target, const u64 *source, const u64 *length,
-                                      u64 count, u64 parts, u64 part)
+                                      u64 count, u64 parts, u64 part, u64 target_base,
+                                      u64 source_base, u64 same_length)
 {
     u64 warps = ((u64)gridDim.x * blockDim.x) >> 5;
     u64 warp = ((u64)blockIdx.x * blockDim.x + threadIdx.x) >> 5;
     int lane = threadIdx.x & 31;
     for (u64 w = warp; w < count * parts; w += warps) {
-        u64 i = w / parts, skip = (w % parts) * part, whole = length[i];
+        u64 i = parts == 1 ? w : w / parts, skip = parts == 1 ? 0 : (w % parts) * part;
+        u64 whole = length ? length[i] : same_length;
         if (skip >= whole)
             continue;
         u64 size = whole - skip < part ? whole - skip : part;
-        char *t = (char *)(target[i] + skip);
-        const char *s = (const char *)(source[i] + skip);
+        char *t = (char *)(target_base + target[i] + skip);
+        const char *s = (const char *)(source_base + source[i] + skip);
         u64 apart = ((u64)t ^ (u64)s) & 15;
         u64 head = apart == 0 ? (16 - ((u64)t & 15)) & 15 : 0;
         if (head > size)
@@ -120,7 +130,8 @@ class Flight:
 
         Then the work goes on: its memory must stay as it is until :meth:`is_done` says so.
         """
-        for _ in range(SPINS):
+        spin_until = time.perf_counter() + SPIN_S
+        while time.perf_counter() < spin_until:
             if self.is_done():
                 return
         pause = PAUSE_S
@@ -128,6 +139,19 @@ class Flight:
             check()
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_MAX_S)
+
+    def settle(self, limit_s: float) -> None:
+        """Block until it has landed, whatever else. Raises DeviceError after ``limit_s``."""
+        give_up_at = time.monotonic() + limit_s
+
+        def check() -> None:
+            if time.monotonic() >= give_up_at:
+                raise DeviceError(
+                    f"a copy on {self._queue.device.facts.name} has not ended after {limit_s:g} s",
+                    fix="look at the kernel's log for Xid messages; the process must be restarted",
+                )
+
+        self.wait(check)
 
 
 class CudaDevice:
@@ -143,7 +167,9 @@ class CudaDevice:
         self.blocks = blocks or BLOCKS_PER_MULTIPROCESSOR * facts.multiprocessors
         self._lock = threading.Lock()
         self._idle: list[CudaQueue] = []
-        self._lent: set[CudaQueue] = set()
+        self._stuck: list[CudaQueue] = []
+        self._pinned: dict[int, int] = {}
+        self._pinned_free: list[int] = []
         self._closed = False
         driver.use(facts.ordinal)
         self.kernel = driver.kernel(KERNEL_SOURCE, KERNEL_NAME)
@@ -154,8 +180,8 @@ class CudaDevice:
 
     @contextmanager
     def queue(self) -> Iterator[CudaQueue]:
-        """A queue for the calling thread. What it was given must have landed at the end, or the
-        queue is given up: its arenas stay until the engine closes."""
+        """A queue for the calling thread. One whose work has not landed at the end is lent again
+        when it has."""
         queue = self.take()
         try:
             yield queue
@@ -168,32 +194,64 @@ class CudaDevice:
         with self._lock:
             if self._closed:
                 raise DeviceError("the device was closed with its engine")
-            queue = self._idle.pop() if self._idle else CudaQueue(self)
-            self._lent.add(queue)
-            return queue
+            stuck, self._stuck = self._stuck, []
+            for queue in stuck:
+                (self._idle if queue.is_idle() else self._stuck).append(queue)
+            return self._idle.pop() if self._idle else CudaQueue(self)
 
     def give(self, queue: CudaQueue) -> None:
         """The end of :meth:`take`."""
         self.use()
         landed = queue.is_idle()
         with self._lock:
-            if landed:
-                self._lent.discard(queue)
-            keep = landed and not self._closed and len(self._idle) < QUEUES_MAX
+            if not landed:
+                self._stuck.append(queue)
+                return
+            keep = not self._closed and len(self._idle) < QUEUES_MAX
             if keep:
                 self._idle.append(queue)
-        if landed and not keep:
+        if not keep:
             queue.close()
+
+    def pinned(self, nbytes: int) -> int:
+        """The address of at least ``nbytes`` of pinned host memory, kept for the next user by
+        :meth:`give_pinned`. Raises DeviceError."""
+        with self._lock:
+            for place, address in enumerate(self._pinned_free):
+                if self._pinned[address] >= nbytes:
+                    return self._pinned_free.pop(place)
+        self.use()
+        address = self.driver.host_alloc(nbytes)
+        with self._lock:
+            self._pinned[address] = nbytes
+        return address
+
+    def give_pinned(self, address: int) -> None:
+        """Nothing uses it any more."""
+        with self._lock:
+            if not self._closed:
+                self._pinned_free.append(address)
+                return
+            del self._pinned[address]
+        with suppress(DeviceError):
+            self.use()
+            self.driver.host_free(address)
 
     def close(self) -> None:
         """Give all queues back. Those with work that never landed are left to the driver."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
+            idle, self._idle = [*self._idle, *self._stuck], []
+            free, self._pinned_free = self._pinned_free, []
+            for address in free:
+                del self._pinned[address]
         with suppress(DeviceError):
             self.use()
             for queue in idle:
-                queue.close()
+                if queue.is_idle():
+                    queue.close()
+            for address in free:
+                self.driver.host_free(address)
 
 
 class CudaQueue:
@@ -209,9 +267,18 @@ class CudaQueue:
         self._lists: list[_Arena] = []
         self._bounces: list[_Arena] = []
 
-    def copy_spans(self, target: U64, source: U64, lengths: I64) -> Flight:
-        """Copy ``lengths[i]`` bytes from ``source[i]`` to ``target[i]`` for every i; addresses that
-        this device can reach. uint64[n], uint64[n], int64[n]; returns at once.
+    def copy_spans(
+        self,
+        target: U64,
+        source: U64,
+        lengths: I64,
+        *,
+        target_base: int = 0,
+        source_base: int = 0,
+    ) -> Flight:
+        """Copy ``lengths[i]`` bytes from ``source_base + source[i]`` to ``target_base + target[i]``
+        for every i; addresses that this device can reach. uint64[n], uint64[n], int64[n]; returns
+        at once.
 
         No address is checked: a bad one loses the device's context. Source and target must not
         overlap. Raises UsageError for arrays that do not fit, DeviceError.
@@ -221,9 +288,9 @@ class CudaQueue:
         held: tuple[_Arena, ...] = ()
         if _is_for_engine(lengths):
             for t, s, n in zip(target.tolist(), source.tolist(), lengths.tolist(), strict=True):
-                self._driver.copy(t, s, n, self._stream)
+                self._driver.copy(target_base + t, source_base + s, n, self._stream)
         elif lengths.size:
-            held = self._launch(target, source, lengths)
+            held = self._launch(target, source, lengths, target_base, source_base)
         return self._flight(*held)
 
     def gather(self, target: int, sources: U64, lengths: I64) -> Flight:
@@ -247,38 +314,53 @@ class CudaQueue:
                 self._driver.copy(target, source, n, self._stream)
             return self._flight()
         bounce = self._arena(self._bounces, nbytes, pinned=False)
-        inside = flat + np.uint64(bounce.device)
         held: tuple[_Arena, ...] = ()
         try:
             if to_host:
-                held = self._launch(inside, spans, lengths)
+                held = self._launch(flat, spans, lengths, bounce.device, 0)
                 self._driver.copy(host, bounce.device, nbytes, self._stream)
             else:
                 self._driver.copy(bounce.device, host, nbytes, self._stream)
-                held = self._launch(spans, inside, lengths)
+                held = self._launch(spans, flat, lengths, 0, bounce.device)
         except DeviceError:
             self._flight(bounce, *held)  # What was begun may still use them.
             raise
         return self._flight(bounce, *held)
 
-    def _launch(self, target: U64, source: U64, lengths: I64) -> tuple[_Arena, ...]:
-        """Upload the lists and start the kernel."""
-        target, source, lengths, parts = cut_parts(target, source, lengths)
-        count = lengths.size
-        arena = self._arena(self._lists, 24 * count, pinned=True)
-        lists = arena.words[: 3 * count].reshape(3, count)
-        lists[0], lists[1], lists[2] = target, source, lengths.view("u8")
-        warps = THREADS // 32
-        blocks = min(self.device.blocks, -(-count * parts // warps))
-        where = (arena.device, arena.device + 8 * count, arena.device + 16 * count)
-        arguments = (*where, count, parts, PART_BYTES)
+    def _launch(
+        self, target: U64, source: U64, lengths: I64, target_base: int, source_base: int
+    ) -> tuple[_Arena, ...]:
+        """Upload the lists and start the kernel, in steps so that both overlap."""
+        target, source, lengths, parts, length = cut_parts(target, source, lengths)
+        count, rows = lengths.size, 2 if length else 3
+        arena = self._arena(self._lists, 8 * rows * count, pinned=True)
+        step = max(LAUNCH_SPANS_MIN, count * LAUNCH_BYTES // max(1, int(lengths.sum())))
+        columns = (target, source, lengths.view("u8"))[:rows]
+        bases = (target_base, source_base, length)
         try:
-            self._driver.copy(arena.device, arena.host, 24 * count, self._stream)
-            self._driver.launch(self.device.kernel, blocks, THREADS, arguments, self._stream)
+            for begin in range(0, count, step):
+                end = min(begin + step, count)
+                self._launch_some(
+                    [c[begin:end] for c in columns], arena, rows * begin, parts, bases
+                )
         except DeviceError:
             self._flight(arena)  # What was begun may still use it.
             raise
         return (arena,)
+
+    def _launch_some(
+        self, columns: list[U64], arena: _Arena, at: int, parts: int, bases: tuple[int, int, int]
+    ) -> None:
+        """One launch, whose lists lie at word ``at`` of the arena."""
+        n = columns[0].size
+        for row, column in enumerate(columns):
+            arena.words[at + row * n : at + (row + 1) * n] = column
+        where = arena.device + 8 * at
+        self._driver.copy(where, arena.host + 8 * at, 8 * n * len(columns), self._stream)
+        blocks = min(self.device.blocks, -(-n * parts // (THREADS // 32)))
+        lengths = where + 16 * n if len(columns) == 3 else 0
+        arguments = (where, where + 8 * n, lengths, n, parts, PART_BYTES, *bases)
+        self._driver.launch(self.device.kernel, blocks, THREADS, arguments, self._stream)
 
     def _flight(self, *held: _Arena) -> Flight:
         event = self._events.pop() if self._events else self._driver.event()
@@ -347,26 +429,43 @@ class _Arena:
             driver.host_free(self.host)
 
 
+class DeviceBlock:
+    """Device memory of its own allocation, zeroed by nobody. Raises DeviceError."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        self.device = device
+        self.nbytes = nbytes
+        device.use()
+        self.address = device.driver.alloc(nbytes)
+
+    def close(self) -> None:
+        """Free it. No copy may use it any more."""
+        with suppress(DeviceError):
+            self.device.use()
+            self.device.driver.free(self.address)
+
+
 def _is_for_engine(lengths: I64) -> bool:
     few = lengths.size <= ENGINE_SPANS_MAX
     return few and bool(lengths.size) and int(lengths.min()) >= ENGINE_BYTES
 
 
-def cut_parts(target: U64, source: U64, lengths: I64) -> tuple[U64, U64, I64, int]:
+def cut_parts(target: U64, source: U64, lengths: I64) -> tuple[U64, U64, I64, int, int]:
     """Lists such that every span has at most ``parts`` parts of PART_BYTES, and few are empty.
 
-    Spans of one size are cut by the kernel, which needs no longer lists for it; a mixture with long
-    ones is cut here.
+    Returns (target, source, lengths, parts, length); ``length`` is that of all spans, or 0 if they
+    differ. Spans of about one size are cut by the kernel, which needs no longer lists for it; a
+    mixture with long ones is cut here.
     """
-    longest = int(lengths.max())
-    parts = -(-longest // PART_BYTES)
-    if parts == 1 or int(lengths.min()) > longest - PART_BYTES:
-        return target, source, lengths, parts
+    longest, shortest = int(lengths.max()), int(lengths.min())
+    parts = max(1, -(-longest // PART_BYTES))
+    if parts == 1 or shortest > longest - PART_BYTES:
+        return target, source, lengths, parts, longest if longest == shortest else 0
     count = -(-lengths // PART_BYTES)
     which = np.repeat(np.arange(lengths.size), count)
     skip = (np.arange(which.size) - np.repeat(np.cumsum(count) - count, count)) * PART_BYTES
     sizes = np.minimum(lengths[which] - skip, PART_BYTES)
-    return target[which] + skip.view("u8"), source[which] + skip.view("u8"), sizes, 1
+    return target[which] + skip.view("u8"), source[which] + skip.view("u8"), sizes, 1, 0
 
 
 def device_address(buffer: Any) -> tuple[int, int] | None:

@@ -246,16 +246,16 @@ class FakeCuda:
         self._may("launch")
         assert blocks >= 1
         assert threads % 32 == 0
-        targets, sources, lengths, count, parts, part = arguments
+        targets, sources, sizes, count, parts, part, to, by, length = arguments
 
         def work() -> None:
-            lists = [
-                self.view(at, 8 * count).view(kind).copy()
-                for at, kind in ((targets, np.uint64), (sources, np.uint64), (lengths, np.int64))
-            ]
+            target = self.view(targets, 8 * count).view(np.uint64) + np.uint64(to)
+            source = self.view(sources, 8 * count).view(np.uint64) + np.uint64(by)
+            lengths = np.full(count, length)
+            if sizes:
+                lengths = self.view(sizes, 8 * count).view(np.int64)
             # What a kernel would leave out, because it was launched for too few parts.
-            lists[2] = np.minimum(lists[2], parts * part)
-            self._move(stream, *lists)
+            self._move(stream, target, source, np.minimum(lengths, parts * part))
 
         with self._lock:
             self.launches += 1

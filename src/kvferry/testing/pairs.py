@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvferry.config import EngineConfig
 from kvferry.engine import Engine
 from kvferry.errors import KVFerryError
-from kvferry.memory.host import map_shared
+from kvferry.memory.host import SharedBuffer, map_shared
 from kvferry.peers import Peer
 from kvferry.regions import READ_WRITE, Region, Spans
 from kvferry.registry import Registration
@@ -169,6 +169,7 @@ class Hosted:
         if kind == "allocated":
             side = memory_of(self._engine, nbytes, kind, access)
             assert side.registration.memory is not None
+            assert isinstance(side.registration.memory, SharedBuffer)
             fd, file = side.registration.memory.fd, None
         else:
             fd = os.memfd_create("plain-memory")

@@ -15,6 +15,7 @@ from kvferry.transports.base import Capabilities, Export, Operation, Services, T
 TRANSPORTS = {
     "inproc": "kvferry.transports.inproc:InprocTransport",
     "shm": "kvferry.transports.shm:ShmTransport",
+    "cuda_ipc": "kvferry.transports.cuda_ipc:CudaIpcTransport",
     "staged": "kvferry.transports.staged:StagedTransport",
     "tcp": "kvferry.transports.tcp:TcpTransport",
 }

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from kvferry.clock import Clock
 from kvferry.config import EngineConfig
 from kvferry.errors import KVFerryError
+from kvferry.memory.devices import Devices
 from kvferry.protocol.messages import Hello
 from kvferry.regions import I64, U64, Region, Spans
 
@@ -144,11 +145,16 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Spans of a region of ours that a peer's transfer may touch while this is open."""
+    """Spans of a region of ours that a peer's transfer may touch while this is open.
+
+    kind, device: as in Region.
+    """
 
     addresses: U64
     lengths: I64
     nbytes: int
+    kind: str = "host"
+    device: str = ""
 
 
 def _nothing() -> None:
@@ -160,6 +166,7 @@ class Services(Protocol):
 
     config: EngineConfig
     clock: Clock
+    devices: Devices
     process: bytes
     host: str
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import select
 import socket
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import Protocol
+
+import numpy as np
 
 from kvferry.errors import AbortedError, DeadlineError, KVFerryError, PeerLostError
 from kvferry.lanes import set_timeouts
+from kvferry.memory.places import Landing, Place, settle
 from kvferry.protocol import framing, messages
 from kvferry.regions import I64, U64
 from kvferry.sockets import hang_up
 from kvferry.transports.base import Services
 
+STAGE_BYTES = 4 << 20
+"""Device memory passes through pinned memory in pieces of this size, two at a time."""
 CHECK_BYTES = 16 << 20
 """Loops that make progress look at the clock after so many bytes."""
 
@@ -133,6 +139,51 @@ class Channel(ABC):
             view = view[got:]
         return data
 
+    def send_from(self, place: Place, addresses: U64, lengths: I64, watch: Watch) -> None:
+        """Send the bytes at these addresses of a place, in order. Blocks."""
+        if place.is_host:
+            self.send_spans(addresses, lengths, watch)
+            return
+        buffers = [place.pinned(STAGE_BYTES) for _ in range(2)]
+        flying: deque[tuple[Landing, U64, I64]] = deque()
+        try:
+            for number, (part, sizes, nbytes) in enumerate(cut(addresses, lengths, STAGE_BYTES)):
+                at = np.array([buffers[number % 2].ctypes.data], np.uint64)
+                landing = place.gather(int(at[0]), part, sizes)
+                flying.append((landing, at, np.array([nbytes], np.int64)))
+                if len(flying) == 2:
+                    self._send_landed(flying, watch)
+            while flying:
+                self._send_landed(flying, watch)
+        finally:
+            settle([landing for landing, _, _ in flying])
+
+    def _send_landed(self, flying: deque[tuple[Landing, U64, I64]], watch: Watch) -> None:
+        landing, at, nbytes = flying[0]
+        landing.wait(watch.check)
+        flying.popleft()
+        self.send_spans(at, nbytes, watch)
+
+    def receive_into(self, place: Place, addresses: U64, lengths: I64, watch: Watch) -> None:
+        """Fill these addresses of a place, in order; they are filled on return. Blocks."""
+        if place.is_host:
+            self.receive_spans(addresses, lengths, watch)
+            return
+        buffers = [place.pinned(STAGE_BYTES) for _ in range(2)]
+        flying: deque[Landing] = deque()
+        try:
+            for number, (part, sizes, nbytes) in enumerate(cut(addresses, lengths, STAGE_BYTES)):
+                if len(flying) == 2:
+                    flying[0].wait(watch.check)
+                    flying.popleft()
+                at = np.array([buffers[number % 2].ctypes.data], np.uint64)
+                self.receive_spans(at, np.array([nbytes], np.int64), watch)
+                flying.append(place.scatter(int(at[0]), part, sizes))
+            for landing in flying:
+                landing.wait(watch.check)
+        finally:
+            settle(list(flying))
+
     @abstractmethod
     def send_spans(self, addresses: U64, lengths: I64, watch: Watch) -> None:
         """Send the bytes at these addresses, in order. Blocks; counts ``watch.bytes_done``."""
@@ -151,3 +202,21 @@ class Channel(ABC):
     def close(self) -> None:
         """Give the socket and whatever belongs to the channel back."""
         hang_up(self.sock)
+
+
+def cut(addresses: U64, lengths: I64, nbytes: int) -> list[tuple[U64, I64, int]]:
+    """The spans in runs of exactly ``nbytes`` bytes, the last one shorter."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if ends.size else 0
+    out = []
+    for begin in range(0, total, nbytes):
+        end = min(begin + nbytes, total)
+        i = int(np.searchsorted(ends, begin, side="right"))
+        j = int(np.searchsorted(ends, end, side="left")) + 1
+        part, sizes = addresses[i:j].copy(), lengths[i:j].copy()
+        skip = begin - int(ends[i] - lengths[i])
+        part[0] += np.uint64(skip)
+        sizes[0] -= skip
+        sizes[-1] -= int(ends[j - 1]) - end
+        out.append((part, sizes, end - begin))
+    return out

@@ -94,6 +94,7 @@ class InprocTransport(MappedTransport):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             family="mapped",
+            kinds=frozenset({"host", "cuda"}),
             same_process=True,
             needs_export=True,
             latency_s=5e-6,
@@ -102,8 +103,6 @@ class InprocTransport(MappedTransport):
         )
 
     def export(self, region: Region, fd: int) -> Export | None:
-        if region.kind != "host":
-            return None
         number = self._numbers[region.region_id] = _directory.add(region)
         return Export(_FORMAT.pack(number))
 
@@ -119,7 +118,14 @@ class InprocTransport(MappedTransport):
         del self._numbers[region.region_id]
 
     def blocked(self, local: Region, remote: RemoteRegion, peer: PeerView) -> str:
-        return "" if self.name in remote.exports else "the region was not exported for it"
+        if self.name not in remote.exports:
+            return "the region was not exported for it"
+        if local.kind != remote.kind:
+            return f"it does not copy between {local.kind} and {remote.kind} memory"
+        if local.kind == "cuda":
+            assert self._services is not None
+            return self._services.devices.can_reach(local.device, remote.device)
+        return ""
 
     def map(self, remote: RemoteRegion, *, writable: bool) -> Mapping:
         export = remote.exports.get(self.name)

@@ -19,6 +19,7 @@ from kvferry.errors import (
     UnreachableError,
     from_code,
 )
+from kvferry.memory.places import lend
 from kvferry.protocol.messages import Done, Failure, Move, Ready
 from kvferry.transports.base import Operation, PeerView, Services
 from kvferry.transports.channel import Channel, Watch
@@ -86,12 +87,15 @@ class Whole:
 class LanePool:
     """This side's lanes to one peer: a bounded queue and a thread per lane."""
 
-    def __init__(self, transport: StreamedTransport, peer: PeerView) -> None:
+    def __init__(
+        self, transport: StreamedTransport, peer: PeerView, *, for_device: bool = False
+    ) -> None:
         services = transport._services
         assert services is not None
         self.transport = transport
         self.services = services
         self.peer = peer
+        self.for_device = for_device
         self.waiting: deque[Part] = deque()
         self.lanes: list[_Lane] = []
         self.ready = threading.Condition()
@@ -245,14 +249,15 @@ class _Lane:
             lengths=lengths.tobytes(),
             deadline_s=min(max(op.deadline - self.pool.services.clock.now(), 0.0), 1e6),
         )
-        channel = self._begin(head, nbytes, part.whole, watch)
-        op.began_at = op.began_at or self.pool.services.clock.now()
-        addresses = op.local_addresses()[span]
-        if op.write:
-            channel.send_spans(addresses, lengths, watch)
-            check_answer(channel.receive_message(watch), Done, op.op_id, nbytes)
-        else:
-            channel.receive_spans(addresses, lengths, watch)
+        with lend(self.pool.services.devices, op.local.kind, op.local.device) as place:
+            channel = self._begin(head, nbytes, part.whole, watch)
+            op.began_at = op.began_at or self.pool.services.clock.now()
+            addresses = op.local_addresses()[span]
+            if op.write:
+                channel.send_from(place, addresses, lengths, watch)
+                check_answer(channel.receive_message(watch), Done, op.op_id, nbytes)
+            else:
+                channel.receive_into(place, addresses, lengths, watch)
 
     def _begin(self, head: Move, nbytes: int, whole: Whole, watch: Watch) -> Channel:
         """Send the head and get its Ready, on a fresh lane if the kept one turns out dead."""
@@ -283,7 +288,10 @@ class _Lane:
             limit = services.clock.now() + services.config.connect_s
             deadline = min(watch.deadline, limit)
             try:
-                channel = self.pool.transport.dial(services, self.pool.peer, deadline, watch.check)
+                pool = self.pool
+                channel = pool.transport.dial(
+                    services, pool.peer, deadline, watch.check, for_device=pool.for_device
+                )
             except UnreachableError:
                 watch.check()  # If the deadline has passed, that is the reason to give.
                 raise

@@ -12,8 +12,7 @@ from kvferry.errors import PeerLostError
 from kvferry.memory.copy import gather, scatter
 from kvferry.regions import I64, U64
 from kvferry.tls import CHUNK_BYTES, TlsSocket
-from kvferry.transports.channel import Channel, Watch
-from kvferry.transports.staged import cut
+from kvferry.transports.channel import Channel, Watch, cut
 
 
 class TlsChannel(Channel):

@@ -12,23 +12,25 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from kvferry.errors import ProtocolError, RegistrationError
-from kvferry.memory.copy import gather, scatter
 from kvferry.memory.host import allocate_shared, map_shared
+from kvferry.memory.places import HOST, Landing, Place, settle
 from kvferry.protocol.messages import Hello
 from kvferry.regions import I64, U64, Region
 from kvferry.transports.base import Capabilities, Export, PeerView, Services
-from kvferry.transports.channel import Channel, Watch
+from kvferry.transports.channel import Channel, Watch, cut
 from kvferry.transports.stream import StreamedTransport
 
 _BELL = struct.Struct("<IIQ")
 _FULL, _FREE = 1, 2
 RING_BYTES_MAX = 1 << 30
+IN_FLIGHT = 1
+"""So many slots may be filling, by a device, while the next one is begun."""
 
 
 class StagedTransport(StreamedTransport):
@@ -39,6 +41,7 @@ class StagedTransport(StreamedTransport):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             family="streamed",
+            kinds=frozenset({"host", "cuda"}),
             same_host=True,
             needs_unix=True,
             latency_s=1.5e-4,
@@ -47,12 +50,21 @@ class StagedTransport(StreamedTransport):
         )
 
     def export(self, region: Region, fd: int) -> Export | None:
-        return Export() if region.kind == "host" else None
+        return Export()
 
     def dial(
-        self, services: Services, peer: PeerView, deadline: float, check: Callable[[], None]
+        self,
+        services: Services,
+        peer: PeerView,
+        deadline: float,
+        check: Callable[[], None],
+        *,
+        for_device: bool,
     ) -> Channel:
-        slots, nbytes = services.config.ring_slots, services.config.ring_bytes
+        config = services.config
+        slots, nbytes = config.ring_slots, config.ring_bytes
+        if for_device:
+            slots, nbytes = config.device_ring_slots, config.device_ring_bytes
         ring = allocate_shared(slots * nbytes, name="kvferry-ring")
         try:
             hello = {"purpose": self.name, "ring_bytes": nbytes, "ring_slots": slots}
@@ -77,6 +89,15 @@ class StagedTransport(StreamedTransport):
         return RingChannel(sock, ring, hello.ring_slots, hello.ring_bytes)
 
 
+@dataclass
+class _Filled:
+    """A slot with a copy that was begun from or to it."""
+
+    landing: Landing
+    slot: int
+    nbytes: int
+
+
 class Ring(Protocol):
     """Shared memory, made here or mapped from the peer."""
 
@@ -94,35 +115,77 @@ class RingChannel(Channel):
         self._ring = ring
         self._slots = slots
         self._nbytes = nbytes
+        self._unpin: Callable[[], None] | None = None
 
     def send_spans(self, addresses: U64, lengths: I64, watch: Watch) -> None:
-        busy = 0
-        for number, (part, sizes, nbytes) in enumerate(cut(addresses, lengths, self._nbytes)):
-            watch.check()
-            slot = number % self._slots
-            if busy == self._slots:
-                self._await(_FREE, slot, watch)
-                busy -= 1
-            gather(self._slot(slot), part, sizes)
-            self._ring_bell(_FULL, slot, nbytes, watch)
-            watch.bytes_done += nbytes
-            busy += 1
-        last = -(-int(lengths.sum()) // self._nbytes)
-        for number in range(last - busy, last):
-            self._await(_FREE, number % self._slots, watch)
+        self.send_from(HOST, addresses, lengths, watch)
 
     def receive_spans(self, addresses: U64, lengths: I64, watch: Watch) -> None:
-        for number, (part, sizes, nbytes) in enumerate(cut(addresses, lengths, self._nbytes)):
-            slot = number % self._slots
-            if self._await(_FULL, slot, watch) != nbytes:
-                raise ProtocolError("the peer filled a slot with another number of bytes")
-            scatter(self._slot(slot), part, sizes)
-            watch.bytes_done += nbytes
-            self._ring_bell(_FREE, slot, nbytes, watch)
-            watch.check()
+        self.receive_into(HOST, addresses, lengths, watch)
+
+    def send_from(self, place: Place, addresses: U64, lengths: I64, watch: Watch) -> None:
+        self._pin(place)
+        busy, flying = 0, deque[_Filled]()
+        parts = cut(addresses, lengths, self._nbytes)
+        try:
+            for number, (part, sizes, nbytes) in enumerate(parts):
+                watch.check()
+                slot = number % self._slots
+                if busy == self._slots:
+                    # Whoever waits for the peer must have told it everything.
+                    self._ring_filled(flying, 0, watch)
+                    self._await(_FREE, slot, watch)
+                    busy -= 1
+                flying.append(_Filled(place.gather(self._slot(slot), part, sizes), slot, nbytes))
+                busy += 1
+                self._ring_filled(flying, IN_FLIGHT, watch)
+            self._ring_filled(flying, 0, watch)
+        finally:
+            settle([item.landing for item in flying])
+        for number in range(len(parts) - busy, len(parts)):
+            self._await(_FREE, number % self._slots, watch)
+
+    def _ring_filled(self, flying: deque[_Filled], keep: int, watch: Watch) -> None:
+        """Tell the peer which slots are full, in order; up to ``keep`` may go on filling."""
+        while flying and (len(flying) > keep or flying[0].landing.is_done()):
+            flying[0].landing.wait(watch.check)
+            item = flying.popleft()
+            self._ring_bell(_FULL, item.slot, item.nbytes, watch)
+            watch.bytes_done += item.nbytes
+
+    def receive_into(self, place: Place, addresses: U64, lengths: I64, watch: Watch) -> None:
+        self._pin(place)
+        flying = deque[_Filled]()
+        try:
+            for number, (part, sizes, nbytes) in enumerate(cut(addresses, lengths, self._nbytes)):
+                slot = number % self._slots
+                if self._await(_FULL, slot, watch) != nbytes:
+                    raise ProtocolError("the peer filled a slot with another number of bytes")
+                flying.append(_Filled(place.scatter(self._slot(slot), part, sizes), slot, nbytes))
+                # One slot may stay unread: the peer has at least one more to fill meanwhile.
+                self._ring_emptied(flying, 1, watch)
+                watch.check()
+            self._ring_emptied(flying, 0, watch)
+        finally:
+            settle([item.landing for item in flying])
+
+    def _ring_emptied(self, flying: deque[_Filled], keep: int, watch: Watch) -> None:
+        """Tell the peer which slots are free again, in order."""
+        while flying and (len(flying) > keep or flying[0].landing.is_done()):
+            flying[0].landing.wait(watch.check)
+            item = flying.popleft()
+            watch.bytes_done += item.nbytes
+            self._ring_bell(_FREE, item.slot, item.nbytes, watch)
+
+    def _pin(self, place: Place) -> None:
+        """Make the ring fit for a device, once: then its copy engines reach it at full speed."""
+        if not place.is_host and self._unpin is None:
+            self._unpin = place.pin(self._ring.address, self._slots * self._nbytes)
 
     def close(self) -> None:
         super().close()
+        if self._unpin is not None:
+            self._unpin()
         self._ring.close()
 
     def _slot(self, slot: int) -> int:
@@ -137,21 +200,3 @@ class RingChannel(Channel):
         if got[:2] != (kind, slot):
             raise ProtocolError("the peer rang out of turn")
         return int(got[2])
-
-
-def cut(addresses: U64, lengths: I64, nbytes: int) -> list[tuple[U64, I64, int]]:
-    """The spans in runs of exactly ``nbytes`` bytes, the last one shorter."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if ends.size else 0
-    out = []
-    for begin in range(0, total, nbytes):
-        end = min(begin + nbytes, total)
-        i = int(np.searchsorted(ends, begin, side="right"))
-        j = int(np.searchsorted(ends, end, side="left")) + 1
-        part, sizes = addresses[i:j].copy(), lengths[i:j].copy()
-        skip = begin - int(ends[i] - lengths[i])
-        part[0] += np.uint64(skip)
-        sizes[0] -= skip
-        sizes[-1] -= int(ends[j - 1]) - end
-        out.append((part, sizes, end - begin))
-    return out

@@ -22,6 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvferry.errors import AbortedError, KVFerryError, PeerLostError, ProtocolError
+from kvferry.memory.places import lend
 from kvferry.protocol import messages
 from kvferry.protocol.messages import Done, Failure, Move, Ready
 from kvferry.regions import Spans
@@ -32,22 +33,39 @@ from kvferry.transports.pool import LanePool
 log = logging.getLogger(__name__)
 
 
+_Key = tuple[bytes, bool]
+"""A peer, and whether its lanes carry device memory, which wants larger rings."""
+
+
+def _key(op: Operation) -> _Key:
+    return op.peer.incarnation, "cuda" in (op.local.kind, op.remote.kind)
+
+
 class StreamedTransport(Transport):
     """Lanes to peers, and the serving of lanes that peers opened."""
 
     def __init__(self) -> None:
         self._services: Services | None = None
         self._lock = threading.Lock()
-        self._clients: dict[bytes, LanePool] = {}
+        self._clients: dict[_Key, LanePool] = {}
         self._leaving: list[LanePool] = []
         self._servers: set[_Server] = set()
         self._closed = False
 
     @abstractmethod
     def dial(
-        self, services: Services, peer: PeerView, deadline: float, check: Callable[[], None]
+        self,
+        services: Services,
+        peer: PeerView,
+        deadline: float,
+        check: Callable[[], None],
+        *,
+        for_device: bool,
     ) -> Channel:
-        """Open a channel to a peer. Blocks; ``check`` is for :meth:`Services.open_lane`."""
+        """Open a channel to a peer. Blocks; ``check`` is for :meth:`Services.open_lane`.
+
+        for_device: whether device memory will be moved through it, on either side.
+        """
 
     @abstractmethod
     def serve(self, sock: socket.socket, fd: int, hello: messages.Hello) -> Channel:
@@ -63,15 +81,16 @@ class StreamedTransport(Transport):
             if op.stop is not None:
                 # Its peer may be gone: a pool made now would stay for ever.
                 raise op.stop
-            pool = self._clients.get(op.peer.incarnation)
+            key = _key(op)
+            pool = self._clients.get(key)
             if pool is None:
-                pool = self._clients[op.peer.incarnation] = LanePool(self, op.peer)
+                pool = self._clients[key] = LanePool(self, op.peer, for_device=key[1])
         pool.submit(op)
 
     def abort(self, op: Operation, error: KVFerryError) -> None:
         super().abort(op, error)
         with self._lock:
-            pools = [self._clients.get(op.peer.incarnation), *self._leaving]
+            pools = [self._clients.get(_key(op)), *self._leaving]
         for pool in pools:
             if pool is not None:
                 pool.interrupt(op)
@@ -96,14 +115,13 @@ class StreamedTransport(Transport):
 
     def disconnect(self, incarnation: bytes) -> None:
         with self._lock:
-            pool = self._clients.pop(incarnation, None)
-            self._leaving = [pool for pool in self._leaving if pool.is_alive()]
-            if pool is not None:
-                self._leaving.append(pool)
+            pools = [self._clients.pop((incarnation, kind), None) for kind in (False, True)]
+            gone = [pool for pool in pools if pool is not None]
+            self._leaving = [pool for pool in self._leaving if pool.is_alive()] + gone
             servers = [s for s in self._servers if s.incarnation == incarnation]
         for server in servers:
             server.stop()
-        if pool is not None:
+        for pool in gone:
             pool.stop(PeerLostError("the peer is gone"))
 
     def close(self) -> None:
@@ -185,13 +203,13 @@ class _Server:
             access = services.access(
                 head.region_id, head.token, head.generation, spans, write=head.write
             )
-            with access as memory:
+            with access as memory, lend(services.devices, memory.kind, memory.device) as place:
                 self.channel.send_message(Ready(head.transfer_id, memory.nbytes), watch)
                 agreed = True
                 if head.write:
-                    self.channel.receive_spans(memory.addresses, memory.lengths, watch)
+                    self.channel.receive_into(place, memory.addresses, memory.lengths, watch)
                 else:
-                    self.channel.send_spans(memory.addresses, memory.lengths, watch)
+                    self.channel.send_from(place, memory.addresses, memory.lengths, watch)
         except KVFerryError as error:
             # After Ready the stream carries bytes: a message would be taken for some of them.
             if agreed or isinstance(error, (ProtocolError, PeerLostError)):

@@ -62,17 +62,35 @@ class TcpTransport(StreamedTransport):
     def capabilities(self) -> Capabilities:
         if self._services is not None and self._services.config.tls_cert:
             note = "encrypted by TLS"
-            return Capabilities(family="streamed", latency_s=3e-4, bytes_per_s=8e8, note=note)
-        return Capabilities(family="streamed", latency_s=2e-4, bytes_per_s=3e9, span_s=1e-7)
+            return Capabilities(
+                family="streamed",
+                kinds=frozenset({"host", "cuda"}),
+                latency_s=3e-4,
+                bytes_per_s=4e8,
+                note=note,
+            )
+        return Capabilities(
+            family="streamed",
+            kinds=frozenset({"host", "cuda"}),
+            latency_s=2e-4,
+            bytes_per_s=3e9,
+            span_s=1e-7,
+        )
 
     def export(self, region: Region, fd: int) -> Export | None:
-        return Export() if region.kind == "host" else None
+        return Export()
 
     def blocked(self, local: Region, remote: RemoteRegion, peer: PeerView) -> str:
         return "" if peer.tcp_address else "the peer does not listen on TCP"
 
     def dial(
-        self, services: Services, peer: PeerView, deadline: float, check: Callable[[], None]
+        self,
+        services: Services,
+        peer: PeerView,
+        deadline: float,
+        check: Callable[[], None],
+        *,
+        for_device: bool,
     ) -> Channel:
         hello = {"purpose": self.name}
         sock = services.open_lane(peer, peer.tcp_address, deadline, hello, check=check)
