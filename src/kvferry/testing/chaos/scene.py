@@ -40,7 +40,6 @@ class Wardrobe:
     def __init__(self, homes: dict[str, Host] | None = None) -> None:
         self._homes = homes or {}
         self._worn: dict[str, Dressing] = {}
-        self.hidden: list[str] = []
 
     def __call__(self, name: str, argv: Sequence[str]) -> Sequence[str]:
         """See launcher.Dress."""
