@@ -173,6 +173,14 @@ class OffersByTheRules(RuleBasedStateMachine):
         actions = self.offers.confirm(session, Confirm(claim_id, offer_id), self.now)
         self.expect_confirm(actions, offer_id, session, claim_id)
 
+    @rule(offer_id=offers_made, late_s=st.sampled_from([0.0, -0.001]))
+    def stall_and_confirm(self, offer_id: bytes, late_s: float) -> None:
+        """Its holder wakes up as the lease ends, or just before, and nobody has ticked."""
+        offer = self.known.get(offer_id)
+        if offer is not None and offer.holder is not None and not offer.end:
+            self.now = max(self.now, offer.due + late_s)
+            self.confirm(*offer.holder, offer_id, "its holder")
+
     def expect_confirm(
         self, actions: list[Action], offer_id: bytes, session: str, claim_id: bytes
     ) -> None:
