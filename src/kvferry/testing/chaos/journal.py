@@ -63,7 +63,10 @@ class Journal:
         elif process in self._traces and line.startswith(" "):
             self._traces[process] = line.strip(" ^~") or self._traces[process]
         elif process in self._traces:
-            self._note(f"{process} wrote: {self._traces.pop(process)}: {line}")
+            where = self._traces.pop(process)
+            # asyncio logs a trace when it has no descriptor for a new connection, and tries again.
+            if not ("accept" in where and "Too many open files" in line):
+                self._note(f"{process} wrote: {where}: {line}")
         if any(text in line for text in _COMPLAINTS):
             self._note(f"{process} wrote: {line}")
 

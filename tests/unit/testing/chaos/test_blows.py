@@ -19,9 +19,10 @@ def record(outcome: str, *, code: str = "", begun: float = 9.0, ended: float = 1
 
 def blow(**more: object) -> Blow:
     values: dict[str, object] = {
-        "worker": "decode:1", "may": frozenset({"peer_lost"}), "over": 12.0, **more,
+        "at": 10.0, "wait_s": 2.0, "over": 12.0, "worker": "decode:1",
+        "may": frozenset({"peer_lost"}), **more,
     }  # fmt: skip
-    return Blow("kill-decode", "decode-0", 10.0, 2.0, **values)  # type: ignore[arg-type]
+    return Blow("kill-decode", "decode-0", **values)  # type: ignore[arg-type]
 
 
 def test_a_touched_request_may_end_as_the_blow_allows() -> None:
@@ -51,10 +52,20 @@ def test_only_requests_that_lived_during_the_blow_are_touched() -> None:
 
 def test_a_touched_request_must_not_wait_for_too_long() -> None:
     slow = record("ok", decode="decode:1", ended=15.0)
-    assert "5.00 s without a sign, the limit is 2 s" in judge([slow], [blow()])[0]
+    assert "5.00 s without a sign, the limit is 2.00 s" in judge([slow], [blow()])[0]
     slow.progress = [9.5, 11.5]
     assert judge([slow], [blow()]) == []
     assert summary([slow], blow())["longest_wait_s"] == 1.5
+
+
+def test_what_the_load_alone_costs_and_a_second_blow_are_allowed_for() -> None:
+    slow = record("ok", decode="decode:1", ended=15.0)
+    calm = record("ok", begun=20.0, ended=23.5)
+    assert judge([slow, calm], [blow()]) == []
+    later = blow(at=11.0, wait_s=3.0)
+    assert judge([slow], [blow(), later])[0].startswith("kill-decode of decode-0: 4.00 s")
+    assert len(judge([slow], [blow(), later])) == 1
+    assert "no fault touched waited 9.00 s" in judge([record("ok", ended=18.0)], [])[0]
 
 
 def test_a_fault_must_be_noticed_in_time_by_each() -> None:

@@ -53,6 +53,14 @@ def test_traces_and_bugs_are_complaints_once_each() -> None:
     assert journal.last().endswith("[router] ERROR: closing failed; this is a bug")
 
 
+def test_a_lack_of_descriptors_for_a_new_connection_is_no_bug() -> None:
+    journal = Journal()
+    journal("decode-0", "Traceback (most recent call last):")
+    journal("decode-0", '  File "/python/socket.py", line 294, in accept')
+    journal("decode-0", "OSError: [Errno 24] Too many open files")
+    assert journal.complaints == []
+
+
 def test_waiting_ends_with_the_line_that_makes_it_true() -> None:
     journal = Journal()
     writer = threading.Timer(0.02, lambda: journal("decode-0", UP))
