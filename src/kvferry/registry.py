@@ -131,8 +131,15 @@ class Registry:
             self._free(registration)
             raise
         with self._lock:
-            self._by_id[region_id] = self._by_memory[same] = registration
-        return registration
+            # Exporting takes long, so it is done without the lock: another thread may have
+            # registered the same memory meanwhile.
+            known = self._by_memory.get(same)
+            if known is None:
+                self._by_id[region_id] = self._by_memory[same] = registration
+                return registration
+            known.count += 1
+        self._free(registration)
+        return known
 
     def has(self, region_id: int) -> bool:
         """Whether the region is registered and not about to go."""
