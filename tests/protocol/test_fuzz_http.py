@@ -231,9 +231,15 @@ class Site:
         finally:
             writer.close()
 
+    async def _stop(self) -> None:
+        await self.runner.cleanup()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
     def close(self) -> None:
-        self.loop.run_until_complete(self.runner.cleanup())
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.run_until_complete(self._stop())
         self.loop.close()
 
 
