@@ -252,7 +252,9 @@ class Connections:
 
     def _keep(self, peer: Peer) -> None:
         self._peers.setdefault(peer.incarnation, []).append(peer)
-        self._engine.recorder.peer_up(peer.incarnation, peer.name, peer.address, peer.caller)
+        # A restarted peer has another Unix socket, but mostly the same port.
+        place = (peer.view.tcp_address if peer.view else "") or peer.address
+        self._engine.recorder.peer_up(peer.incarnation, peer.name, place, peer.caller)
         log.info("%s: peer %s is up (%s)", self._engine.config.name, peer.name, peer.address)
 
     def _take_lane(self, peer: Peer, hello: Hello) -> None:

@@ -23,7 +23,7 @@ from kvferry.protocol import messages
 from kvferry.security import Sparing
 from kvferry.telemetry import story
 from kvferry.telemetry.events import facts_of
-from kvferry.telemetry.trail import Event, Trail, clean_labels, handoff_name
+from kvferry.telemetry.trail import Event, Trail, bounded_labels
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +99,11 @@ class Recorder:
         peer_id: bytes = b"",
     ) -> Trail:
         """A new trail, found again by ``key``. handoff: the offer's id on either side."""
-        name = key.hex()[:16] if isinstance(key, bytes) else str(key)
-        labels = clean_labels(labels) if labels else labels
-        trail = Trail(
-            self._now, kind, name, handoff_name(handoff) if handoff else "", labels, peer_id
-        )
+        try:
+            labels = bounded_labels(labels) if labels else labels
+        except Exception:  # Whatever a caller took for labels.
+            labels = ()
+        trail = Trail(self._now, kind, key, handoff, labels, peer_id)
         self._trails[key] = trail
         if len(self._trails) > self._trails_max:
             self._evict()
@@ -111,7 +111,7 @@ class Recorder:
 
     def trail(self, key: Hashable) -> Trail:
         """The trail that was begun under ``key``; one that nobody will read if it is gone."""
-        return self._trails.get(key) or Trail(self._now, "lost", "", "", (), b"")
+        return self._trails.get(key) or Trail(self._now, "lost", 0, b"", (), b"")
 
     def _evict(self) -> None:
         with self._lock:
@@ -124,7 +124,6 @@ class Recorder:
                     key = next(iter(self._trails))
                 self._trails.pop(key, None)
 
-    @_harmless
     def finish(
         self, key: Hashable, code: str, error: KVFerryError | None = None, message: str = ""
     ) -> None:
@@ -132,10 +131,11 @@ class Recorder:
         trail = self._trails.get(key)
         if trail is None or trail.ended:
             return
-        trail.finish(code, error)
-        if error is None and trail.error is not None:
-            trail.error["message"] = message
-        with self._lock:
+        try:
+            trail.finish(code, error)
+            if error is None and trail.error is not None:
+                trail.error["message"] = message
+        finally:
             (self._well if trail.outcome == "ok" else self._failed).append(key)
 
     @_harmless
@@ -166,47 +166,43 @@ class Recorder:
 
     # -- messages of the hand-off --------------------------------------------------------------
 
-    @_harmless
     def heard(self, peer: Any, message: Any) -> None:
         """A message of the hand-off has come from ``peer``."""
-        kind = type(message)
-        if kind is messages.Renew:
-            for offer_id in message.offer_ids:
-                trail = self._trails.get(offer_id)
-                if trail is not None:
-                    trail.renewed()
-            return
-        what = _HEARD.get(kind)
-        if what is None:
-            return
-        event, by_offer, facts = what
-        trail = self._trails.get(message.offer_id if by_offer else message.claim_id)
-        if trail is None:
-            return
-        if kind is messages.Claim:
-            if trail.ended:
-                return
-            if not trail.peer_id:
-                trail.peer, trail.peer_id = peer.name, peer.incarnation
-            trail.note(event, peer.name)
-        else:
-            trail.note(event, *[getattr(message, name) for name in facts])
+        try:
+            what = _HEARD.get(type(message))
+            if what is not None:
+                self._note(what, peer, message)
+            elif type(message) is messages.Renew:
+                for offer_id in message.offer_ids:
+                    trail = self._trails.get(offer_id)
+                    if trail is not None:
+                        trail.renewed()
+        except Exception:
+            log.debug("the flight recorder failed", exc_info=True)
 
-    @_harmless
     def said(self, peer: Any, message: Any) -> None:
         """A message of the hand-off is on its way to ``peer``."""
-        what = _SAID.get(type(message))
-        if what is None:
-            return
+        try:
+            what = _SAID.get(type(message))
+            if what is not None:
+                self._note(what, peer, message)
+        except Exception:
+            log.debug("the flight recorder failed", exc_info=True)
+
+    def _note(self, what: _What, peer: Any, message: Any) -> None:
         event, by_offer, facts = what
         trail = self._trails.get(message.offer_id if by_offer else message.claim_id)
         if trail is None:
             return
-        if event == "claim_asked":
-            trail.peer, trail.peer_id = peer.name, peer.incarnation
-            trail.note(event, peer.name)
+        if not facts:
+            values: tuple[Any, ...] = facts
+        elif facts is _PEER:
+            if not trail.peer:
+                trail.peer, trail.peer_id = peer.name, peer.incarnation
+            values = (peer.name,)
         else:
-            trail.note(event, *[getattr(message, name) for name in facts])
+            values = tuple([getattr(message, name) for name in facts])
+        trail.note(event, *values)
 
     # -- peers ------------------------------------------------------------------------------
 
@@ -327,8 +323,11 @@ class Recorder:
 _What = tuple[str, bool, tuple[str, ...]]
 """Event, whether the offer's side notes it, and the fields of the message that are facts."""
 
+_PEER = ("",)
+"""The fact is the peer itself."""
+
 _HEARD: dict[type, _What] = {
-    messages.Claim: ("claim_arrived", True, ()),
+    messages.Claim: ("claim_arrived", True, _PEER),
     messages.Confirm: ("confirm_arrived", True, ()),
     messages.Stopped: ("stop_arrived", True, ("reason",)),
     messages.Granted: ("granted", False, ("lease_s",)),
@@ -337,7 +336,7 @@ _HEARD: dict[type, _What] = {
     messages.Withdrawn: ("withdrawn", False, ("code", "message")),
 }
 _SAID: dict[type, _What] = {
-    messages.Claim: ("claim_asked", False, ()),
+    messages.Claim: ("claim_asked", False, _PEER),
     messages.Confirm: ("confirm_asked", False, ()),
     messages.Stopped: ("stop_said", False, ("reason",)),
     messages.Granted: ("claim_granted", True, ()),

@@ -131,7 +131,7 @@ def _bytes(trail: Plain) -> str:
             return ""
         quiet = float(trail.get("seconds") or 0.0) - float(renewed.get("at_s") or 0.0)
         return (
-            f"Its reader gave {renewed.get('times')} signs of life, the last one "
+            f"The last of its reader's signs of life ({renewed.get('times')} in all) came "
             f"{seconds(max(quiet, 0.0))} before the end."
         )
     nbytes, done = int(trail.get("nbytes") or 0), int(trail.get("bytes_done") or 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from kvferry.errors import KVFerryError
@@ -36,65 +36,53 @@ def handoff_name(offer_id: bytes) -> str:
 class Trail:
     """See the module. Made by :meth:`Recorder.begin`. Any thread.
 
-    kind: ``"claim"``, ``"offer"`` or ``"transfer"``. name: its number or id, for people. handoff:
-    see :func:`handoff_name`, "" for a transfer alone. labels: names that others know the request
-    by. peer, peer_id: the other side, as soon as it is known.
+    kind: ``"claim"``, ``"offer"`` or ``"transfer"``. key: its number or id. handoff: the offer's id
+    on either side, or empty. labels: names that others know the request by. peer, peer_id: the
+    other side, as soon as it is known.
     """
 
-    __slots__ = (
-        "_first",
-        "_last",
-        "_now",
-        "_seen",
-        "began",
-        "bytes_done",
-        "ended",
-        "error",
-        "handoff",
-        "kind",
-        "labels",
-        "name",
-        "nbytes",
-        "outcome",
-        "path",
-        "peer",
-        "peer_id",
-        "renewals",
-        "renewed_at",
-        "story",
-        "write",
-    )
+    # Defaults live in the class, so that a new trail costs little.
+    peer = ""
+    ended = 0.0
+    outcome = "running"
+    error: dict[str, Any] | None = None
+    write = False
+    nbytes = 0
+    bytes_done = 0
+    path = ""
+    renewals = 0
+    renewed_at = 0.0
+    story = ""
+    _last: deque[Event] | None = None
+    _seen = 0
 
     def __init__(
         self,
         now: Callable[[], float],
         kind: str,
-        name: str,
-        handoff: str,
+        key: Hashable,
+        handoff: bytes,
         labels: tuple[str, ...],
         peer_id: bytes,
     ) -> None:
         self._now = now
         self._first: list[Event] = []
-        self._last: deque[Event] | None = None
-        self._seen = 0
         self.kind = kind
-        self.name = name
-        self.handoff = handoff
+        self.key = key
+        self.offer_id = handoff
         self.labels = labels
-        self.peer = ""
         self.peer_id = peer_id
         self.began = now()
-        self.ended = 0.0
-        self.outcome = "running"
-        self.error: dict[str, Any] | None = None
-        self.write = False
-        self.nbytes = 0
-        self.bytes_done = 0
-        self.path = ""
-        self.renewals = 0
-        self.renewed_at = 0.0
-        self.story = ""
+
+    @property
+    def name(self) -> str:
+        """Its number, or the beginning of its id."""
+        return handoff_name(self.key) if isinstance(self.key, bytes) else str(self.key)
+
+    @property
+    def handoff(self) -> str:
+        """See :func:`handoff_name`; "" for a transfer alone."""
+        return handoff_name(self.offer_id) if self.offer_id else ""
 
     def note(self, event: str, *facts: Any) -> None:
         """Keep an event of :data:`EVENTS`, now. The facts are looked at when somebody reads."""
@@ -147,8 +135,9 @@ class Trail:
 
     def answers_to(self, text: str) -> int:
         """How well ``text`` names this: 2 for a whole name, 1 for the beginning of one, else 0."""
-        names = (self.name, self.handoff, *self.labels)
-        if text in names or (self.handoff and self.handoff == text[:HANDOFF_CHARS]):
+        handoff = self.handoff
+        names = (self.name, handoff, *self.labels)
+        if text in names or (handoff and handoff == text[:HANDOFF_CHARS]):
             return 2
         return int(any(name.startswith(text) for name in names if name))
 
@@ -195,7 +184,8 @@ class Trail:
         }
 
 
-def clean_labels(labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Labels as they are kept: few, short, printable. They may come from a client."""
-    texts = (str(label)[:LABEL_CHARS_MAX] for label in labels[:LABELS_MAX])
-    return tuple(text if text.isprintable() else ascii(text) for text in texts if text)
+def bounded_labels(labels: tuple[str, ...]) -> tuple[str, ...]:
+    """Labels as they are kept: few and short. They may come from a client."""
+    if len(labels) <= LABELS_MAX and len(max(labels, key=len)) <= LABEL_CHARS_MAX:
+        return labels
+    return tuple(label[:LABEL_CHARS_MAX] for label in labels[:LABELS_MAX])
