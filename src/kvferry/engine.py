@@ -163,6 +163,10 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
+        with self.devices.undisturbed():
+            self._close()
+
+    def _close(self) -> None:
         if self.handoff is not None:
             self.handoff.close()
         with self.locked():
@@ -200,9 +204,10 @@ class Engine:
         self.check_open()
         _check_access(access)
         if device:
-            block = DeviceBlock(self.devices.named(device), nbytes)
-            uuid = block.device.facts.uuid
-            return self._add(block.address, nbytes, access, memory=block, device=uuid)
+            with self.devices.undisturbed(load=True):
+                block = DeviceBlock(self.devices.named(device), nbytes)
+                uuid = block.device.facts.uuid
+                return self._add(block.address, nbytes, access, memory=block, device=uuid)
         memory = allocate_shared(nbytes)
         return self._add(
             memory.address, nbytes, access, fd=memory.fd, array=memory.array(), memory=memory
@@ -225,8 +230,9 @@ class Engine:
             address, nbytes = address_of(buffer)
             return self._add(address, nbytes, access, keep=buffer)
         address, nbytes = found
-        device, _ = self.devices.around(address)
-        return self._add(address, nbytes, access, keep=buffer, device=device.facts.uuid)
+        with self.devices.undisturbed(load=True):
+            device, _ = self.devices.around(address)
+            return self._add(address, nbytes, access, keep=buffer, device=device.facts.uuid)
 
     def _add(self, address: int, nbytes: int, access: str, **facts: Any) -> Registration:
         return self._registry.add(self, address, nbytes, access, **facts)
@@ -246,7 +252,8 @@ class Engine:
             with self.locked():
                 return self.moves.uses(region_id)
 
-        self._registry.remove(registration, running)
+        with self.devices.undisturbed():
+            self._registry.remove(registration, running)
 
     def renew(self, registration: Registration) -> None:
         """What Registration.renew does."""

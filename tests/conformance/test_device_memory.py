@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry import Engine, EngineConfig
+from kvferry.engine import PROCESS
 from kvferry.errors import CorruptError, DeviceError, KVFerryError, NoPathError, RegistrationError
 from kvferry.regions import Spans
 from kvferry.testing.conformance import wait_until
@@ -23,21 +24,17 @@ class World:
 
     def __init__(self, directory, transport):
         self.fake = FakeCuda(2)
-        self.engines = [
-            Engine(
-                EngineConfig(
-                    name=name,
-                    directory=directory,
-                    transports=(transport,),
-                    transfer_s=10.0,
-                    **RINGS,
-                ),
-                cuda=lambda: self.fake,
-            )
-            for name in ("near", "far")
-        ]
+        self.engines = [self._engine(name, directory, transport) for name in ("near", "far")]
         self.near, self.far = self.engines
         self.peer = self.near.connect(self.far.addresses[0])
+
+    def _engine(self, name, directory, transport):
+        if transport == "cuda_ipc":
+            PROCESS.renew()  # As if each engine had a process of its own.
+        config = EngineConfig(
+            name=name, directory=directory, transports=(transport,), transfer_s=10.0, **RINGS
+        )
+        return Engine(config, cuda=lambda: self.fake)
 
     def memory(self, engine, kind, nbytes=NBYTES):
         """(registration, its bytes). Kinds are host, cuda:0, cuda:1."""

@@ -7,7 +7,8 @@ every process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from kvferry.errors import DeviceError
 from kvferry.memory.cuda import CudaDevice
@@ -97,6 +98,25 @@ class Devices:
         if a != b and not self._driver.can_access_peer(a, b):
             return f"the driver allows no peer access from {uuid} to {other}"
         return ""
+
+    @contextmanager
+    def undisturbed(self, *, load: bool = False) -> Iterator[None]:
+        """Around work in a thread of the caller's: afterwards it has the current device that it
+        had, since frameworks allocate on whatever is current. load: whether a driver is needed, or
+        nothing is done while none was. Raises DeviceError with ``load``."""
+        if load:
+            self._known()
+        driver = self._driver
+        if driver is None:
+            yield
+            return
+        current = driver.current()
+        try:
+            yield
+        finally:
+            # A context that was destroyed meanwhile cannot come back.
+            with suppress(DeviceError):
+                driver.restore(current)
 
     def close(self) -> None:
         with self._lock:

@@ -111,6 +111,12 @@ class FakeCuda:
             raise DeviceError(f"there is no device {ordinal}")
         self._current.ordinal = ordinal
 
+    def current(self) -> int | None:
+        return getattr(self._current, "ordinal", None)
+
+    def restore(self, current: int | None) -> None:
+        self._current.ordinal = current
+
     def version(self) -> str:
         return "0.0"
 
@@ -281,7 +287,7 @@ class FakeCuda:
         return None
 
     def _here(self) -> int:
-        ordinal: int | None = getattr(self._current, "ordinal", None)
+        ordinal = self.current()
         if ordinal is None:
             raise DeviceError("no device is current in this thread")
         return ordinal

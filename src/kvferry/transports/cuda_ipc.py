@@ -119,6 +119,8 @@ class CudaIpcTransport(MappedTransport):
                 "nor virtual memory made with an exportable handle"
             )
         assert self._services is not None
+        if peer.process == self._services.process:
+            return "the engines share a process, where the driver opens no handle of its own memory"
         devices = self._services.devices
         if remote.device not in devices.uuids():
             return (
