@@ -271,8 +271,9 @@ class Session:
         self._out.append((framing.encode(payload, descriptors=len(fds)), fds))
 
     def _close(self, error: KVFerryError) -> Closed:
+        stage = "hello" if self.state is State.HELLO else ""
         self.state = State.CLOSED
-        return Closed(error.located(peer=self.peer_name))
+        return Closed(error.located(peer=self.peer_name, stage=stage))
 
 
 def _no_descriptors(message: Message, descriptors: int) -> None:
