@@ -406,7 +406,8 @@ class Router:
         if text == "last-failure":
             found = [each for each in list(self._failed)[-1:] if each.outcome != "client_left"]
         else:
-            found = [each for each in known if each.answers_to(text)]
+            whole = [each for each in known if text in (each.id, *each.names())]
+            found = whole or [each for each in known if each.answers_to(text)]
         return web.json_response(
             {
                 "kind": "router",

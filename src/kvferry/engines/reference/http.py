@@ -45,6 +45,8 @@ DONE = b"data: [DONE]\n\n"
 SEED_BITS = 63
 NAME_CHARS_MAX = 200
 """Longest name of a request that is looked for."""
+LABEL_CHARS_MAX = 128
+"""Of an id that a client gives, so much is kept."""
 CLIENT_GONE = 499
 """Status under which responses are counted that nobody was there to read."""
 
@@ -218,7 +220,7 @@ class Api:
 def _labels(request: web.Request) -> tuple[str, ...]:
     """What the router and the client call this request."""
     names = (request.headers.get(name, "") for name in (ATTEMPT_HEADER, "x-request-id"))
-    return tuple(name for name in names if name)
+    return tuple(name[:LABEL_CHARS_MAX] for name in names if name)
 
 
 def _sequences(

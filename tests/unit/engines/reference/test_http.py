@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
 
 from kvferry.engines.reference.http import ATTEMPT_HEADER
+from kvferry.errors import ConfigError
 
 from .fakes import DECODE_ELSEWHERE
 from .test_server import run
@@ -65,5 +68,53 @@ def test_an_attempt_that_was_abandoned_before_it_arrived_is_refused():
             assert "given this attempt up" in (await answer.json())["error"]["message"]
         assert not site.connector.offers
         await site.empty()
+
+    run(body)
+
+
+async def why(site, text):
+    async with site.http.get(site.address + "/debug/why", params={"id": text}) as answer:
+        assert answer.status == 200
+        return await answer.json()
+
+
+def test_why_asks_the_connector_and_labels_reach_it():
+    asked = []
+
+    async def body(site):
+        assert (await why(site, "x"))["trails"] == []
+        site.connector.why = lambda text: asked.append(text) or {"found": 1, "trails": [{}]}
+        assert (await why(site, "y" * 999))["found"] == 1
+        headers = {ATTEMPT_HEADER: "a-1", "x-request-id": "m" * 999}
+        url, data = site.address + "/v1/completions", json.dumps(BODY)
+        async with site.http.post(url, data=data, headers=headers) as answer:
+            assert answer.status == 200
+        ((sequence, on_end),) = site.connector.offers.items()
+        assert sequence.labels == ("a-1", "m" * 128)
+        on_end("delivered")
+        await site.empty()
+
+    run(body)
+    assert asked == ["y" * 200]
+
+
+def test_sigusr1_dumps_the_flight_recorder(caplog):
+    async def dumped(text):
+        while text not in caplog.text:
+            await asyncio.sleep(0.001)
+
+    async def body(site):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await dumped("there is no flight recorder")
+
+        def full():
+            raise ConfigError("no room for it")
+
+        site.connector.dump = full
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await dumped("no room for it")
+        site.connector.dump = lambda: "there.json"
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await dumped("the flight recorder is in there.json")
 
     run(body)
