@@ -42,6 +42,7 @@ class Dial:
         self._tried: list[KVFerryError] = []
         self.peer: Peer | None = None
         self._fallback: Peer | None = None
+        self._turn_began_at = 0.0
         self.over = False
 
     def start(self) -> None:
@@ -62,6 +63,7 @@ class Dial:
             peer = Peer(self.engine, sock, session, caller=True, address=where, tunnel=tunnel)
             peer.reached_at.add(address)
             self.peer = peer
+            self._turn_began_at = self.engine.clock.now()
             self.engine.loop.add(peer.fd, WRITE, self._connected)
             return
         self._finish()
@@ -131,16 +133,26 @@ class Dial:
         self.start()
 
     def tick(self, now: float) -> None:
-        if not self.over and now >= self.deadline:
-            text = f"no connection to {self.peer.address if self.peer else 'any address'} in time"
+        if self.over or now < min(self._turn_ends_at(), self.deadline):
+            return
+        text = f"no connection to {self.peer.address if self.peer else 'any address'} in time"
+        if now >= self.deadline:
             self._left.clear()
-            fix = "packets are dropped, or the host or the process is frozen"
-            error = UnreachableError(text, stage="connect", fix=fix)
-            if self.peer is not None:
-                self._failed(error)
-            else:
-                self._tried.append(error)
-                self._finish()
+        fix = "packets are dropped, or the host or the process is frozen"
+        error = UnreachableError(text, stage="connect", fix=fix)
+        if self.peer is not None:
+            self._failed(error)
+        else:
+            self._tried.append(error)
+            self._finish()
+
+    def _turn_ends_at(self) -> float:
+        """When the next address is tried: each one left gets an equal share of the time, so that
+        one which swallows packets does not use up all of it."""
+        if self.peer is None or not self._left:
+            return self.deadline
+        share_s = (self.deadline - self._turn_began_at) / (len(self._left) + 1)
+        return self._turn_began_at + share_s
 
     def stop(self) -> None:
         """The engine is closing."""
