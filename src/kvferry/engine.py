@@ -27,7 +27,7 @@ from kvferry.errors import (
 )
 from kvferry.integrity import Answers
 from kvferry.loop import TICK_S, ControlLoop
-from kvferry.memory.cuda import DeviceBlock, device_address
+from kvferry.memory.cuda import DeviceBlock, ResidentSpans, device_address
 from kvferry.memory.cuda_driver import CudaDriver, driver
 from kvferry.memory.devices import Devices
 from kvferry.memory.host import address_of, allocate_shared
@@ -36,14 +36,17 @@ from kvferry.moves import Moves
 from kvferry.paths import Paths
 from kvferry.peers import REF, Peer
 from kvferry.planner import Plan
+from kvferry.prepared import Prepared
 from kvferry.protocol.messages import Describe, Notify, RegionGone, Verify
-from kvferry.regions import READ, READ_WRITE, Region, Spans, check_bounds, pair
+from kvferry.regions import READ, READ_WRITE, PairedSpans, Region, Spans, check_bounds
 from kvferry.registry import Registration, Registry
 from kvferry.sockets import Address
 from kvferry.telemetry.recorder import Recorder
 from kvferry.telemetry.trail import Trail
 from kvferry.transfer import Transfer
 from kvferry.transports.base import Operation, PeerView, RemoteRegion, Transport
+from kvferry.trials import cache
+from kvferry.trials.records import TrialBook
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class Engine:
     clock: where time comes from; tests pass a fake one.
     extra: transports that are not in the registry, by name, such as a FaultyTransport.
     cuda: gives the driver for device memory; tests pass one that returns a FakeCuda.
+    trials: what is known of paths from trials; default is what is kept in ``cache_dir``.
 
     Usable as a context manager. All methods may be called from any thread unless they say
     otherwise. After :meth:`close`, or in a forked child, they raise ClosedError.
@@ -74,6 +78,7 @@ class Engine:
         clock: Clock | None = None,
         extra: dict[str, Transport] | None = None,
         cuda: Callable[[], CudaDriver] = driver,
+        trials: TrialBook | None = None,
     ) -> None:
         self.config = (config or EngineConfig.from_environment()).with_defaults()
         self.clock: Clock = clock or SystemClock()
@@ -99,7 +104,13 @@ class Engine:
             self.loop.close()
             raise
         self.host = self.connections.host
-        paths = Paths(self._transports, self.clock, process=self.process, host=self.host)
+        paths = Paths(
+            self._transports,
+            self.clock,
+            process=self.process,
+            host=self.host,
+            trials=cache.load(self.config.cache_dir) if trials is None else trials,
+        )
         self._answers = Answers(self)
         self.moves = Moves(self, self._transports, paths, self.clock)
         opened: list[Transport] = []
@@ -362,6 +373,23 @@ class Engine:
         """
         return self._start(local, local_spans, remote, remote_spans, True, deadline_s, checksum)
 
+    def prepare(
+        self,
+        local: Registration | Region,
+        local_spans: Spans,
+        remote: RemoteRegion,
+        remote_spans: Spans,
+    ) -> Prepared:
+        """Check and pair spans once, for transfers that are made again and again.
+
+        For device memory the lists also stay on the device, which spares what a transfer of very
+        many small blocks spends most of its time with. Raises BoundsError.
+        """
+        self.check_open()
+        region = local.region if isinstance(local, Registration) else local
+        spans = _paired(region, local_spans, remote, remote_spans)
+        return Prepared(self._start_paired, region, remote, spans)
+
     def plan(
         self,
         local: Registration | Region,
@@ -407,18 +435,30 @@ class Engine:
         trail: Trail | None = None,
     ) -> Transfer:
         self.check_open()
+        region = local.region if isinstance(local, Registration) else local
+        spans = _paired(region, local_spans, remote, remote_spans)
+        return self._start_paired(region, remote, spans, write, deadline_s, checksum, trail)
+
+    def _start_paired(
+        self,
+        region: Region,
+        remote: RemoteRegion,
+        spans: PairedSpans,
+        write: bool,
+        deadline_s: float | None,
+        checksum: str | None,
+        trail: Trail | None = None,
+        resident: ResidentSpans | None = None,
+    ) -> Transfer:
+        self.check_open()
         checksum = self.config.checksum if checksum is None else checksum
         if checksum not in CHECKSUMS:
             raise UsageError(f"checksum={checksum!r}: must be one of {', '.join(CHECKSUMS)}")
-        region = local.region if isinstance(local, Registration) else local
-        check_bounds(local_spans, region.nbytes, what="local")
-        check_bounds(remote_spans, remote.nbytes, what="remote")
-        spans = pair(local_spans, remote_spans)
         limit_s = self.config.transfer_s if deadline_s is None else deadline_s
         if limit_s != limit_s:
             raise UsageError("deadline_s is not a number")
         deadline = self.clock.now() + limit_s
-        return self.moves.start(region, remote, spans, write, deadline, checksum, trail)
+        return self.moves.start(region, remote, spans, write, deadline, checksum, trail, resident)
 
     # -- what transports call ----------------------------------------------------------------
 
@@ -501,6 +541,14 @@ class Engine:
     def registry(self) -> Registry:
         """The regions of this engine; for the connections."""
         return self._registry
+
+
+def _paired(
+    local: Region, local_spans: Spans, remote: RemoteRegion, remote_spans: Spans
+) -> PairedSpans:
+    check_bounds(local_spans, local.nbytes, what="local")
+    check_bounds(remote_spans, remote.nbytes, what="remote")
+    return PairedSpans.of(local_spans, remote_spans)
 
 
 class _Process:

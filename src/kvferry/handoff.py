@@ -287,8 +287,9 @@ class HandOff:
 
         params: as they came, not trusted. n_tokens: tokens that the caller expects; another number
         fails the claim, since the prompts then differ. deadline_s: for the whole hand-off; default
-        is the engine's ``transfer_s``. labels: see :meth:`offer`. The blocks must stay untouched until ``on_end``, which comes
-        later than the deadline only if a transport does not say that it has stopped. Raises
+        is the engine's ``transfer_s``. labels: see :meth:`offer`. The blocks must stay untouched
+        until ``on_end``, which comes later than the deadline only if a transport does not say that
+        it has stopped. Raises
         UsageError for parameters that can never work, with the key named, and ClosedError;
         whatever fails later arrives as ``ClaimEnd.error``.
         """

@@ -28,10 +28,11 @@ from kvferry.errors import (
 )
 from kvferry.integrity import Verification
 from kvferry.loop import TICK_S
+from kvferry.memory.cuda import ResidentSpans
 from kvferry.paths import Paths
 from kvferry.planner import Plan, RankedPath
 from kvferry.quarantine import Quarantine
-from kvferry.regions import I64, Region
+from kvferry.regions import PairedSpans, Region
 from kvferry.telemetry.trail import Trail
 from kvferry.transfer import Transfer
 from kvferry.transports.base import Operation, PeerView, RemoteRegion, Transport
@@ -49,7 +50,7 @@ RATE_FROM_BYTES = 1 << 20
 """Smaller transfers say nothing about a path's speed."""
 MARK_S = 0.1
 """Progress is noted first after so long, and then each time that twice as much has passed."""
-PATH_FAULTS = frozenset({"unreachable", "protocol", "stall", "corrupt"})
+PATH_FAULTS = frozenset({"unreachable", "protocol", "stall", "corrupt", "transfer"})
 """Error codes that are a fault of the path and not of the request."""
 
 
@@ -144,19 +145,19 @@ class Moves:
         self,
         local: Region,
         remote: RemoteRegion,
-        spans: tuple[I64, I64, I64],
+        spans: PairedSpans,
         write: bool,
         deadline: float,
         checksum: str,
         trail: Trail | None = None,
+        resident: ResidentSpans | None = None,
     ) -> Transfer:
-        """Begin a transfer of paired spans (local offsets, remote offsets, lengths).
+        """Begin a transfer of paired spans. ``resident``: the same for devices, if prepared.
 
         See Engine.read for the errors. May do a short copy before it returns.
         """
         engine = self._engine
-        a, b, lengths = spans
-        nbytes = int(lengths.sum())
+        lengths, nbytes = spans.lengths, spans.nbytes
         with engine.locked():
             engine.check_open()
             view = engine.connections.view_for(remote)
@@ -182,7 +183,20 @@ class Moves:
             if not plan.paths:
                 raise _no_path(plan, view.name)
             transfer.plan = plan
-            op = Operation(number, write, local, remote, view, a, b, lengths, nbytes, deadline)
+            op = Operation(
+                number,
+                write,
+                local,
+                remote,
+                view,
+                spans.local,
+                spans.remote,
+                lengths,
+                nbytes,
+                deadline,
+                length=spans.length,
+                resident=resident,
+            )
             self.quarantine.check(op)
             self.counts["transfers"] += 1
             trail = trail or engine.recorder.begin("transfer", number, peer_id=remote.peer)

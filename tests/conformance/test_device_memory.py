@@ -217,3 +217,27 @@ def test_a_region_must_lie_in_one_allocation(world):
     with pytest.raises(DeviceError, match="not device memory"):
         pair.near.register((16, 8192), kind="cuda")
     pair.fake.free(address)
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+@pytest.mark.parametrize("count", [3, 96], ids=["for the copy engine", "for the kernel"])
+@pytest.mark.parametrize(
+    ("transport", "kind"), [("cuda_ipc", "cuda:0"), ("staged", "cuda:0"), ("tcp", "host")]
+)
+def test_a_prepared_transfer_is_made_again(world, transport, kind, count, write):
+    pair = world(transport)
+    nbytes = 6 << 20 if count == 3 else NBYTES
+    local, mine = pair.memory(pair.near, kind, nbytes)
+    owned, theirs = pair.memory(pair.far, kind, nbytes)
+    remote = pair.peer.region(owned.ref)
+    here, there = scattered(nbytes, count, 2), scattered(nbytes, count, 3)
+    with pair.near.prepare(local, here, remote, there) as prepared:
+        for value in (3, 4):
+            mine[:], theirs[:] = (value, 0) if write else (0, value)
+            transfer = prepared.write() if write else prepared.read()
+            assert transfer.wait(10.0) == prepared.nbytes == here.nbytes
+            target = theirs if write else mine
+            assert int(target.sum(dtype=np.int64)) == value * here.nbytes
+        prepared.close()
+        mine[:], theirs[:] = 5, 5
+        prepared.read().wait(10.0)

@@ -36,13 +36,17 @@ ALLOWED = {
     "transports": "errors regions clock config sockets protocol memory lanes tls",
     "planner": "transports.base",
     "transfer": "errors planner",
+    "prepared": "memory regions transfer transports.base",
     "loop": "clock",
     "movers": "errors",
-    "paths": "clock regions planner transports.base",
+    "paths": "clock regions planner transports.base trials.records",
+    "trials": "errors config regions sockets memory planner transports engine registry kvferry",
+    "doctor": "errors config sockets memory planner transports trials engine peers protocol kvferry",
     **dict.fromkeys(
         ("peers", "registry", "dials", "connections", "integrity", "moves", "quarantine", "engine"),
-        "errors clock config regions sockets protocol memory transports planner transfer "
-        f"deferring digests lanes security telemetry tls kvferry {CORE}",
+        "errors clock config regions sockets protocol memory transports planner transfer prepared "
+        "deferring digests lanes security telemetry tls kvferry trials.cache trials.records "
+        f"{CORE}",
     ),
     "handoff": "errors regions layout sockets planner transfer protocol engine peers registry "
     "transports.base",
@@ -51,7 +55,7 @@ ALLOWED = {
     "router": "errors",
     "launcher": "errors sockets",
     "cli": "errors config layout engine handoff engines router launcher planner telemetry testing "
-    "kvferry",
+    "trials doctor kvferry",
     "testing": "errors clock config regions layout protocol memory transports planner transfer "
     f"deferring handoff sockets launcher telemetry {CORE}",
     # The names that users import: loaded when first used, so they cost nothing and bind nobody.
@@ -71,6 +75,7 @@ NO_TESTS_OF_THEIR_OWN = {
     "handoff": "driven with two engines by tests/faults/test_handoff.py",
     "paths": "driven through an engine by tests/conformance and tests/faults",
     "integrity": "driven with two engines by tests/faults/test_integrity.py",
+    "prepared": "driven with two engines by tests/conformance/test_device_memory.py",
     "moves": "driven through an engine by tests/conformance and tests/faults",
     "clock": "a fake and one line around time.monotonic; see testing/test_clock.py",
     "memory.cuda_driver": "calls of a real driver, made by tests/gpu",

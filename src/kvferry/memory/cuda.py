@@ -44,6 +44,8 @@ SPIN_S = 3e-4
 sleep of a thread takes about 0.1 ms.
 """
 PAUSE_S, PAUSE_MAX_S = 5e-5, 1e-3
+UPLOAD_S = 10.0
+"""How long an upload of lists may take before the device counts as broken."""
 QUEUES_MAX = 16
 """So many idle queues are kept per device."""
 
@@ -275,11 +277,13 @@ class CudaQueue:
         *,
         target_base: int = 0,
         source_base: int = 0,
+        length: int = 0,
     ) -> Flight:
         """Copy ``lengths[i]`` bytes from ``source_base + source[i]`` to ``target_base + target[i]``
         for every i; addresses that this device can reach. uint64[n], uint64[n], int64[n]; returns
         at once.
 
+        length: that of every span, if the caller knows that all have the same; else 0.
         No address is checked: a bad one loses the device's context. Source and target must not
         overlap. Raises UsageError for arrays that do not fit, DeviceError.
         """
@@ -290,8 +294,25 @@ class CudaQueue:
             for t, s, n in zip(target.tolist(), source.tolist(), lengths.tolist(), strict=True):
                 self._driver.copy(target_base + t, source_base + s, n, self._stream)
         elif lengths.size:
-            held = self._launch(target, source, lengths, target_base, source_base)
+            held = self._launch(target, source, lengths, target_base, source_base, length)
         return self._flight(*held)
+
+    def copy_resident(
+        self, lists: ResidentLists, first_base: int, second_base: int, *, to_first: bool
+    ) -> Flight:
+        """:meth:`copy_spans` for lists that are on the device already: one launch, or one call per
+        span for the copy engine. Bases as the lists were made."""
+        if lists.few is not None:
+            for first, second, n in lists.few:
+                pair = first_base + first, second_base + second
+                target, source = pair if to_first else pair[::-1]
+                self._driver.copy(target, source, n, self._stream)
+        elif lists.count:
+            rows, bases = (lists.where, lists.where + 8 * lists.count), (first_base, second_base)
+            if not to_first:
+                rows, bases = rows[::-1], bases[::-1]
+            self._run(*rows, lists.lengths, lists.count, lists.parts, (*bases, lists.length))
+        return self._flight()
 
     def gather(self, target: int, sources: U64, lengths: I64) -> Flight:
         """Copy scattered device memory to one place in pinned host memory, in order."""
@@ -317,32 +338,40 @@ class CudaQueue:
         held: tuple[_Arena, ...] = ()
         try:
             if to_host:
-                held = self._launch(flat, spans, lengths, bounce.device, 0)
+                held = self._launch(flat, spans, lengths, bounce.device, 0, 0)
                 self._driver.copy(host, bounce.device, nbytes, self._stream)
             else:
                 self._driver.copy(bounce.device, host, nbytes, self._stream)
-                held = self._launch(spans, flat, lengths, 0, bounce.device)
+                held = self._launch(spans, flat, lengths, 0, bounce.device, 0)
         except DeviceError:
             self._flight(bounce, *held)  # What was begun may still use them.
             raise
         return self._flight(bounce, *held)
 
     def _launch(
-        self, target: U64, source: U64, lengths: I64, target_base: int, source_base: int
+        self,
+        target: U64,
+        source: U64,
+        lengths: I64,
+        target_base: int,
+        source_base: int,
+        length: int,
     ) -> tuple[_Arena, ...]:
         """Upload the lists and start the kernel, in steps so that both overlap."""
-        target, source, lengths, parts, length = cut_parts(target, source, lengths)
+        target, source, lengths, parts, length = cut_parts(target, source, lengths, length)
         count, rows = lengths.size, 2 if length else 3
         arena = self._arena(self._lists, 8 * rows * count, pinned=True)
-        step = max(LAUNCH_SPANS_MIN, count * LAUNCH_BYTES // max(1, int(lengths.sum())))
+        mean = length or max(1, int(lengths.sum()) // count)
+        step = max(LAUNCH_SPANS_MIN, LAUNCH_BYTES // mean)
         columns = (target, source, lengths.view("u8"))[:rows]
         bases = (target_base, source_base, length)
+        begin, end = 0, min(max(LAUNCH_SPANS_MIN, step // 4), count)
         try:
-            for begin in range(0, count, step):
-                end = min(begin + step, count)
+            while begin < count:
                 self._launch_some(
                     [c[begin:end] for c in columns], arena, rows * begin, parts, bases
                 )
+                begin, end = end, min(end + step, count)
         except DeviceError:
             self._flight(arena)  # What was begun may still use it.
             raise
@@ -357,9 +386,20 @@ class CudaQueue:
             arena.words[at + row * n : at + (row + 1) * n] = column
         where = arena.device + 8 * at
         self._driver.copy(where, arena.host + 8 * at, 8 * n * len(columns), self._stream)
-        blocks = min(self.device.blocks, -(-n * parts // (THREADS // 32)))
         lengths = where + 16 * n if len(columns) == 3 else 0
-        arguments = (where, where + 8 * n, lengths, n, parts, PART_BYTES, *bases)
+        self._run(where, where + 8 * n, lengths, n, parts, bases)
+
+    def _run(
+        self,
+        target: int,
+        source: int,
+        lengths: int,
+        count: int,
+        parts: int,
+        bases: tuple[int, int, int],
+    ) -> None:
+        blocks = min(self.device.blocks, -(-count * parts // (THREADS // 32)))
+        arguments = (target, source, lengths, count, parts, PART_BYTES, *bases)
         self._driver.launch(self.device.kernel, blocks, THREADS, arguments, self._stream)
 
     def _flight(self, *held: _Arena) -> Flight:
@@ -429,6 +469,71 @@ class _Arena:
             driver.host_free(self.host)
 
 
+class ResidentLists:
+    """Two lists of offsets and their lengths in device memory, for copies that are made again.
+
+    count, parts, length: as the kernel takes them. few: instead, spans for the copy engine.
+    """
+
+    def __init__(
+        self, device: CudaDevice, first: U64, second: U64, lengths: I64, length: int
+    ) -> None:
+        self._device = device
+        self.few: list[tuple[int, int, int]] | None = None
+        self.where = self.count = self.parts = self.length = self.lengths = 0
+        if _is_for_engine(lengths):
+            self.few = list(zip(first.tolist(), second.tolist(), lengths.tolist(), strict=True))
+        if self.few is not None or not lengths.size:
+            return
+        first, second, lengths, self.parts, self.length = cut_parts(first, second, lengths, length)
+        columns = (first, second, lengths.view("u8"))[: 2 if self.length else 3]
+        self.count = lengths.size
+        nbytes = 8 * self.count * len(columns)
+        device.use()
+        self.where = device.driver.alloc(nbytes)
+        self.lengths = 0 if self.length else self.where + 16 * self.count
+        host = device.pinned(nbytes)
+        words = np.ctypeslib.as_array((ctypes.c_uint64 * (nbytes // 8)).from_address(host))
+        np.concatenate(columns, out=words)
+        target, source = (np.array([at], np.uint64) for at in (self.where, host))
+        with device.queue() as queue:
+            queue.copy_spans(target, source, np.array([nbytes])).settle(UPLOAD_S)
+        device.give_pinned(host)
+
+    def close(self) -> None:
+        """Give the memory back; the driver waits for copies that use it."""
+        if self.where:
+            with suppress(DeviceError):
+                self._device.use()
+                self._device.driver.free(self.where)
+        self.where = self.count = 0
+
+
+class ResidentSpans:
+    """Paired spans, brought to each device that is to move them, at first use. Thread-safe."""
+
+    def __init__(self, first: U64, second: U64, lengths: I64, length: int) -> None:
+        self._arrays = first, second, lengths, length
+        self._lock = threading.Lock()
+        self._lists: dict[str, ResidentLists] = {}
+
+    def on(self, device: CudaDevice) -> ResidentLists:
+        """The lists on a device. Raises DeviceError."""
+        with self._lock:
+            lists = self._lists.get(device.facts.uuid)
+            if lists is None:
+                lists = ResidentLists(device, *self._arrays)
+                self._lists[device.facts.uuid] = lists
+            return lists
+
+    def close(self) -> None:
+        """Give the memory on devices back."""
+        with self._lock:
+            for lists in self._lists.values():
+                lists.close()
+            self._lists.clear()
+
+
 class DeviceBlock:
     """Device memory of its own allocation, zeroed by nobody. Raises DeviceError."""
 
@@ -450,13 +555,17 @@ def _is_for_engine(lengths: I64) -> bool:
     return few and bool(lengths.size) and int(lengths.min()) >= ENGINE_BYTES
 
 
-def cut_parts(target: U64, source: U64, lengths: I64) -> tuple[U64, U64, I64, int, int]:
+def cut_parts(
+    target: U64, source: U64, lengths: I64, length: int = 0
+) -> tuple[U64, U64, I64, int, int]:
     """Lists such that every span has at most ``parts`` parts of PART_BYTES, and few are empty.
 
     Returns (target, source, lengths, parts, length); ``length`` is that of all spans, or 0 if they
     differ. Spans of about one size are cut by the kernel, which needs no longer lists for it; a
     mixture with long ones is cut here.
     """
+    if length:
+        return target, source, lengths, -(-length // PART_BYTES), length
     longest, shortest = int(lengths.max()), int(lengths.min())
     parts = max(1, -(-longest // PART_BYTES))
     if parts == 1 or shortest > longest - PART_BYTES:

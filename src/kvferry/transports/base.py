@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from kvferry.clock import Clock
 from kvferry.config import EngineConfig
 from kvferry.errors import KVFerryError
+from kvferry.memory.cuda import ResidentSpans
 from kvferry.memory.devices import Devices
 from kvferry.protocol.messages import Hello
 from kvferry.regions import I64, U64, Region, Spans
@@ -133,6 +134,8 @@ class Operation:
     stop: KVFerryError | None = None
     began_at: float = 0.0
     moved_at: float = 0.0
+    length: int = 0
+    resident: ResidentSpans | None = None
     bytes_done: int = 0
 
     def local_addresses(self) -> U64:

@@ -277,16 +277,25 @@ def copy_on_device(
 ) -> Iterator[int]:
     """The same for device memory, by the device of the local region. All of it at once: a device
     moves a gigabyte within a millisecond."""
-    local, remote = op.local_offsets.view("u8"), op.remote_offsets.view("u8")
     check()
-    with services.devices.device(op.local.device).queue() as queue:
-        if op.write:
-            target, source, bases = remote, local, (address, op.local.address)
+    device = services.devices.device(op.local.device)
+    with device.queue() as queue:
+        if op.resident is not None:
+            flight = queue.copy_resident(
+                op.resident.on(device), op.local.address, address, to_first=not op.write
+            )
         else:
-            target, source, bases = local, remote, (op.local.address, address)
-        flight = queue.copy_spans(
-            target, source, op.lengths, target_base=bases[0], source_base=bases[1]
-        )
+            local = op.local_offsets.view("u8"), op.local.address
+            remote = op.remote_offsets.view("u8"), address
+            target, source = (remote, local) if op.write else (local, remote)
+            flight = queue.copy_spans(
+                target[0],
+                source[0],
+                op.lengths,
+                target_base=target[1],
+                source_base=source[1],
+                length=op.length,
+            )
         try:
             flight.wait(check)
         except BaseException:
