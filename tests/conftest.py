@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,6 +15,10 @@ from kvferry.engine import Engine
 from kvferry.testing.leaks import Snapshot
 
 MakeEngine = Callable[..., Engine]
+
+# What trials on this machine showed must not change what tests see, nor the reverse.
+_caches = tempfile.TemporaryDirectory(prefix="kvferry-cache-")
+os.environ["XDG_CACHE_HOME"] = _caches.name
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ class EngineConfig:
     device_blocks: thread blocks of a copy on a device; fewer leave more of it to a running model,
         and copy more slowly. 0 takes four per multiprocessor.
     dump_dir: where the flight recorder is dumped after an internal error; empty for nowhere.
+    cache_dir: where results of trials are kept. Default is per user.
     """
 
     name: str = ""
@@ -90,6 +91,7 @@ class EngineConfig:
     device_ring_slots: int = 4
     device_blocks: int = 0
     dump_dir: str = ""
+    cache_dir: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -139,9 +141,14 @@ class EngineConfig:
             self,
             name=self.name or f"engine-{os.getpid()}",
             directory=directory,
+            cache_dir=self.cache_dir or os.path.join(_cache_home(), "kvferry"),
             copy_threads=self.copy_threads or min(4, cores),
             split_lanes=self.split_lanes or (2 if cores >= 4 else 1),
         )
+
+
+def _cache_home() -> str:
+    return os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 
 
 def _parse(key: str, text: str, default: Any) -> Any:

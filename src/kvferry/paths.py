@@ -9,9 +9,10 @@ from collections.abc import Mapping
 
 from kvferry import planner
 from kvferry.clock import Clock
-from kvferry.planner import PairFacts, PathKey, Plan, Rate, TransportFacts
+from kvferry.planner import PairFacts, PathKey, Plan, Rate, TransportFacts, Tried
 from kvferry.regions import Region
 from kvferry.transports.base import PeerView, RemoteRegion, Transport
+from kvferry.trials.records import TrialBook, place_of
 
 DEMOTED_S = 30.0
 """A path that failed is tried last for so long."""
@@ -22,16 +23,24 @@ _Key = tuple[bytes, str, str]
 class Paths:
     """Speeds and demotions per peer and path; one per engine.
 
-    process, host: of the engine, to be compared with a peer's.
+    process, host: of the engine, to be compared with a peer's. trials: what trials between two
+    other processes of this host showed, which stands for every peer on it.
     """
 
     def __init__(
-        self, transports: Mapping[str, Transport], clock: Clock, *, process: bytes, host: str
+        self,
+        transports: Mapping[str, Transport],
+        clock: Clock,
+        *,
+        process: bytes,
+        host: str,
+        trials: TrialBook,
     ) -> None:
         self._transports = transports
         self._clock = clock
         self._process = process
         self._host = host
+        self._trials = trials
         self._rates: dict[_Key, Rate] = {}
         self._demoted: dict[_Key, tuple[float, str]] = {}
 
@@ -75,8 +84,17 @@ class Paths:
             until, why = self._demoted.get(key, (0.0, ""))
             if until > now:
                 demoted[name, direction] = why
+        trials: Mapping[PathKey, Tried] = {}
+        if facts.same_host:
+            trials = self._trials.between(place_of(local), place_of(remote))
         return planner.rank(
-            facts, candidates, nbytes=nbytes, spans=spans, rates=rates, demoted=demoted
+            facts,
+            candidates,
+            nbytes=nbytes,
+            spans=spans,
+            rates=rates,
+            demoted=demoted,
+            trials=trials,
         )
 
     def demote(self, incarnation: bytes, transport: str, direction: str, why: str) -> bool:

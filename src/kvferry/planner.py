@@ -72,6 +72,27 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """What a trial of a path showed, between memories such as these.
+
+    day: when it was, such as "2026-05-31". bytes_per_s: how fast its bytes arrived.
+    why: what went wrong instead, to follow "a trial", such as "brought zeros"; "" if it is proven.
+    """
+
+    day: str
+    bytes_per_s: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """How fast a path is known to be, and from where."""
+
+    bytes_per_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankedPath:
     """A path that works, with the time it should take for this size and why."""
 
@@ -119,25 +140,28 @@ def rank(
     spans: int,
     rates: Mapping[PathKey, Rate] | None = None,
     demoted: Mapping[PathKey, str] | None = None,
+    trials: Mapping[PathKey, Tried] | None = None,
 ) -> Plan:
     """The plan for one transfer of ``nbytes`` bytes in ``spans`` pieces.
 
     rates: measured speeds, which replace the transport's own expectation.
+    trials: what trials showed. A path that failed one is rejected; the speed of one that passed
+    counts until the path was measured in use.
     demoted: paths that failed lately with the reason; they are ranked last, not dropped, so that
     something is still tried when everything else is gone.
     """
     direction = "push" if pair.write else "pull"
     good: list[tuple[bool, float, RankedPath]] = []
     rejected: dict[str, str] = {}
-    known = {k: rate for k, rate in (rates or {}).items() if rate.is_measured}
+    known = _speeds(rates or {}, trials or {})
     transports = list(transports)
     scale = _scale(transports, direction, known)
     for facts in transports:
-        why_not = _objection(pair, facts)
+        key = (facts.name, direction)
+        why_not = _objection(pair, facts) or _failed_trial((trials or {}).get(key))
         if why_not:
             rejected[facts.name] = why_not
             continue
-        key = (facts.name, direction)
         expected, reason = _expect(facts.capabilities, nbytes, spans, known.get(key), scale)
         failed = (demoted or {}).get(key, "")
         if failed:
@@ -178,8 +202,27 @@ def _objection(pair: PairFacts, facts: TransportFacts) -> str:
     return facts.blocked
 
 
+def _failed_trial(tried: Tried | None) -> str:
+    return f"a trial on {tried.day} {tried.why}" if tried is not None and tried.why else ""
+
+
+def _speeds(
+    rates: Mapping[PathKey, Rate], trials: Mapping[PathKey, Tried]
+) -> dict[PathKey, _Speed]:
+    """What is known of each path's speed; use says more than a trial."""
+    known = {
+        key: _Speed(tried.bytes_per_s, f"in a trial on {tried.day}")
+        for key, tried in trials.items()
+        if not tried.why
+    }
+    for key, rate in rates.items():
+        if rate.is_measured:
+            known[key] = _Speed(rate.bytes_per_s, "measured in use")
+    return known
+
+
 def _scale(
-    transports: list[TransportFacts], direction: str, known: Mapping[PathKey, Rate]
+    transports: list[TransportFacts], direction: str, known: Mapping[PathKey, _Speed]
 ) -> float:
     """How much slower than expected this machine is, by the paths that were measured; at most 1.
 
@@ -194,12 +237,12 @@ def _scale(
 
 
 def _expect(
-    can: Capabilities, nbytes: int, spans: int, rate: Rate | None, scale: float
+    can: Capabilities, nbytes: int, spans: int, known: _Speed | None, scale: float
 ) -> tuple[float, str]:
-    speed = rate.bytes_per_s if rate else can.bytes_per_s * scale
+    speed = known.bytes_per_s if known else can.bytes_per_s * scale
     seconds = can.latency_s + spans * can.span_s + nbytes / speed
     note = f", {can.note}" if can.note else ""
-    source = "measured in use" if rate else "expected"
+    source = known.source if known else "expected"
     return seconds, f"{_rate(speed)} {source}, {_time(seconds)} for this size{note}"
 
 

@@ -135,10 +135,15 @@ def test_empty_fields_are_filled_from_this_process(monkeypatch: pytest.MonkeyPat
     assert filled.name.startswith("engine-")
     assert 1 <= filled.copy_threads <= 4
     assert 1 <= filled.split_lanes <= 2
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert EngineConfig().with_defaults().cache_dir == "/caches/kvferry"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/homes/7")
+    assert EngineConfig().with_defaults().cache_dir == "/homes/7/.cache/kvferry"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert EngineConfig().with_defaults().directory.startswith("/tmp/kvferry-")
 
 
 def test_what_was_given_is_kept() -> None:
-    given = EngineConfig(name="n", directory="/d", copy_threads=9, split_lanes=3)
+    given = EngineConfig(name="n", directory="/d", copy_threads=9, split_lanes=3, cache_dir="/c")
     assert given.with_defaults() == given

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.planner import SAMPLES_MAX, SAMPLES_MIN, PairFacts, Rate, TransportFacts, rank
+from kvferry.planner import SAMPLES_MAX, SAMPLES_MIN, PairFacts, Rate, TransportFacts, Tried, rank
 from kvferry.transports.base import Capabilities
 
 PAIR = PairFacts(
@@ -114,6 +114,29 @@ def test_a_measured_speed_replaces_the_expectation() -> None:
     plan = rank(PAIR, [facts("wide", WIDE)], nbytes=10**9, spans=1, rates=rates)
     assert plan.paths[0].reason == "0.1 GB/s measured in use, 10001.0 ms for this size"
     assert plan.paths[0].expected_s == pytest.approx(10.001001)
+
+
+def test_a_path_that_failed_a_trial_is_rejected_and_says_so() -> None:
+    lied = Tried("2026-05-31", why="brought zeros")
+    trials = {("quick", "pull"): lied, ("wide", "push"): lied}
+    plan = rank(PAIR, [facts("quick"), facts("wide", WIDE)], nbytes=1, spans=1, trials=trials)
+    assert [path.transport for path in plan.paths] == ["wide"]
+    assert plan.rejected == {"quick": "a trial on 2026-05-31 brought zeros"}
+    # Why a path cannot be tried at all says more than what a trial once showed.
+    plan = rank(PAIR, [facts("quick", blocked="no way")], nbytes=1, spans=1, trials=trials)
+    assert plan.rejected == {"quick": "no way"}
+
+
+def test_the_speed_of_a_trial_counts_until_the_path_was_measured_in_use() -> None:
+    trials = {("quick", "pull"): Tried("2026-05-31", 4e9)}
+    [path] = rank(PAIR, [facts("quick")], nbytes=1 << 30, spans=1, trials=trials).paths
+    assert path.reason.startswith("4 GB/s in a trial on 2026-05-31, ")
+    few = {("quick", "pull"): Rate((1e9,) * (SAMPLES_MIN - 1))}
+    [path] = rank(PAIR, [facts("quick")], nbytes=1, spans=1, trials=trials, rates=few).paths
+    assert path.reason.startswith("4 GB/s in a trial")
+    rates = {("quick", "pull"): measured(2e9)}
+    [path] = rank(PAIR, [facts("quick")], nbytes=1, spans=1, trials=trials, rates=rates).paths
+    assert path.reason.startswith("2 GB/s measured in use")
 
 
 def test_a_path_is_not_measured_by_too_few_transfers() -> None:
