@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import threading
@@ -16,6 +17,7 @@ from kvferry.errors import (
     KVFerryError,
     PeerLostError,
     ProtocolError,
+    TransferError,
     UnreachableError,
     from_code,
 )
@@ -217,7 +219,7 @@ class _Lane:
         except KVFerryError as failure:
             error = failure
         except OSError as failure:
-            error = PeerLostError(f"the lane broke: {failure.strerror or failure}")
+            error = broken(failure)
         except Exception as failure:
             log.exception("a lane failed; this is a bug in kvferry")
             error = AbortedError(f"internal error: {failure}")
@@ -315,6 +317,25 @@ class _Refusal(KVFerryError):
     def __init__(self, cause: KVFerryError) -> None:
         super().__init__(cause.message)
         self.cause = cause
+
+
+_CUT = frozenset({errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED, errno.ENOTCONN})
+_SHORT = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+_LOST = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
+
+
+def broken(failure: OSError) -> KVFerryError:
+    """What a system call's failure on a lane means. Only a cut can mean that the peer is gone."""
+    text = f"the lane broke: {failure.strerror or failure}"
+    if failure.errno in _CUT:
+        return PeerLostError(text)
+    if failure.errno in _SHORT:
+        fix = "this machine is short of memory or descriptors; the peer is not to blame"
+    elif failure.errno in _LOST:
+        fix = "packets do not get through: look at routes, cables and firewalls between the two"
+    else:
+        fix = "the system refused it here: look at its log and at local firewall rules"
+    return TransferError(text, fix=fix, retryable=True)
 
 
 def check_answer(
