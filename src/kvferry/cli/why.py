@@ -123,13 +123,14 @@ class _Sources:
                     self._said[url] = trails + [each for each in more if each not in trails]
 
     def _ask(self, url: str, name: str) -> dict[str, Any]:
+        if url in self.silent:
+            return {}
         query = urllib.parse.urlencode({"id": name})
         try:
             with self._opener.open(f"{url}/debug/why?{query}", timeout=self.timeout_s) as response:
                 body = json.loads(response.read(ANSWER_BYTES_MAX))
         except (OSError, ValueError) as error:
-            if url not in self.silent:
-                self.silent.append(url)
+            self.silent.append(url)
             reason = getattr(error, "reason", error)
             click.echo(f"{url} does not answer: {printable(str(reason))}", err=True)
             return {}

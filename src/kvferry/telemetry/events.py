@@ -12,15 +12,13 @@ class Kind:
     """One kind of event.
 
     facts: names of what ``note`` is given, in order. text: the sentence, with facts in braces.
-    waits: what the side waits for from then on, or "" if that stays as it was.
+    waits: what the side waits for from then on ("nothing" at an end), or "" if that stays.
     """
 
     facts: tuple[str, ...]
     text: str
     waits: str = ""
 
-
-_NOBODY = "nothing"
 
 EVENTS: dict[str, Kind] = {
     # decode's half of a hand-off
@@ -53,7 +51,7 @@ EVENTS: dict[str, Kind] = {
     "stop_arrived": Kind(("reason",), "hears that the reader has stopped: {reason}"),
     # a transfer, alone or within a claim
     "planned": Kind(("nbytes", "spans", "plan"), "plans {nbytes} in {spans} spans: {plan}"),
-    "submitted": Kind(("path",), "starts {path}", "the bytes"),
+    "submitted": Kind(("path",), "starts {path}", "the bytes by {path}"),
     "began": Kind(("path",), "{path} begins to move bytes"),
     "progress": Kind(("bytes_done", "nbytes"), "{bytes_done} of {nbytes} have moved"),
     "stalled": Kind(
@@ -77,7 +75,7 @@ EVENTS: dict[str, Kind] = {
     # ends
     "cancelled": Kind(("who",), "is cancelled by {who}", "what runs to stop"),
     "renewed": Kind(("times",), "the lease was renewed {times} times, the last time here"),
-    "ended": Kind(("outcome", "code"), "ends: {outcome} ({code})", _NOBODY),
+    "ended": Kind(("outcome", "code"), "ends: {outcome} ({code})", "nothing"),
     # a peer
     "peer_up": Kind(("peer", "address"), "is connected with {peer} ({address})"),
     "peer_restarted": Kind(("peer", "address"), "{peer} at {address} is a new process"),
@@ -93,7 +91,7 @@ EVENTS: dict[str, Kind] = {
     "decode_asked": Kind(("worker",), "sends it to decode {worker}", "decode's first byte"),
     "first_byte": Kind(("worker",), "has the first byte of decode", "the rest of the answer"),
     "decode_failed": Kind(("worker", "reason"), "loses decode {worker}: {reason}"),
-    "answered": Kind(("outcome",), "is done with the request: {outcome}", _NOBODY),
+    "answered": Kind(("outcome",), "is done with the request: {outcome}", "nothing"),
 }
 
 

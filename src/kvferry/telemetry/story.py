@@ -63,7 +63,7 @@ def _opening(trail: Plain) -> str:
         "request": f"{engine} had a request",
     }.get(kind, f"{engine} {_direction(trail)}")
     took = seconds(float(trail.get("seconds") or 0.0))
-    return f"{what} ({', '.join(names) or kind}), {_end(trail, took)}."
+    return f"{what} ({', '.join(names) or kind}); it {_end(trail, took)}."
 
 
 def _to_whom(trail: Plain) -> str:
@@ -82,13 +82,13 @@ def _peer_name(trail: Plain, otherwise: str) -> str:
 def _end(trail: Plain, took: str) -> str:
     outcome = trail.get("outcome")
     if outcome == "running":
-        return f"which has been running for {took}"
+        return f"has been running for {took}"
     if outcome == "ok":
-        return f"which went well in {took}"
+        return f"went well in {took}"
     error = trail.get("error") or {}
     how = "was cancelled" if outcome == "cancelled" else "failed"
     why = str(error.get("message") or "") or f"its end is {error.get('code', 'unknown')!r}"
-    return f"which {how} after {took}: {why.rstrip('.')}"
+    return f"{how} after {took}: {why.rstrip('.')}"
 
 
 def waits(trail: Plain) -> list[tuple[str, float]]:
@@ -103,7 +103,8 @@ def waits(trail: Plain) -> list[tuple[str, float]]:
         at = min(float(event.get("at_s") or 0.0), end)
         if what:
             found.append((what, max(at - since, 0.0)))
-        what, since = ("" if kind.waits == "nothing" else kind.waits), at
+        what, since = kind.waits.replace("{path}", str(event.get("path"))), at
+        what = "" if what == "nothing" else what
     if what:
         found.append((what, max(end - since, 0.0)))
     return found

@@ -79,7 +79,8 @@ def merge(trails: Sequence[Plain]) -> Timeline:
             break
         at, note = _place(low, high)
         notes.append(f"{side_of(trail)}: {note}")
-        placed.append((trail, at))
+        # At the very same time, what can only have been earlier stands first.
+        placed.insert(0 if math.isinf(low) else len(placed), (trail, at))
         waiting = [each for each in waiting if each is not trail]
     aligned = [line for trail, at in placed for line in _lines(trail, at, is_aligned=True)]
     zero = min((line.at_s for line in aligned), default=0.0)

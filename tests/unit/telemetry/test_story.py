@@ -54,12 +54,12 @@ def test_a_failure_is_one_paragraph(clock):
     trail.note("failed_path", "tcp/pull", "stall", "nothing moved for 2.0 s", 1_200_000)
     trail.finish("stall", error)
     assert told(trail) == (
-        "decode-0 claimed KV from prefill-0 (hand-off abababababababab, request cmpl-1-0), which "
+        "decode-0 claimed KV from prefill-0 (hand-off abababababababab, request cmpl-1-0); it "
         "failed after 2.53 s: nothing moved for 2.0 s. It waited 10 ms for a connection to "
         "prefill, then 20 ms for prefill's grant, then 0 us for the description of the memory, "
-        "then 500 ms for the bytes, then 2.00 s for the bytes; that is where it ended. Of 4.2 MB, "
-        "1.2 MB had moved by tcp/pull. Before that it tried shm/pull (failed at 530 ms after 0 "
-        "bytes: cannot map it). Try this: look at the firewall."
+        "then 500 ms for the bytes by shm/pull, then 2.00 s for the bytes by tcp/pull; that is "
+        "where it ended. Of 4.2 MB, 1.2 MB had moved by tcp/pull. Before that it tried shm/pull "
+        "(failed at 530 ms after 0 bytes: cannot map it). Try this: look at the firewall."
     )
 
 
@@ -72,7 +72,7 @@ def test_a_success_says_where_the_time_went_and_why_that_path(clock):
     trail.note("confirmed")
     trail.finish("loaded")
     text = told(trail)
-    assert "which went well in 33 ms" in text
+    assert "it went well in 33 ms" in text
     assert "then 2 ms for prefill's confirm." in text
     assert "4.2 MB moved by shm/pull at 4.2 GB/s (12 GB/s)." in text
     assert "Try this" not in text
@@ -114,8 +114,8 @@ def test_what_runs_says_where_it_stands(clock):
     trail = claim(clock)
     clock.advance(4.0)
     text = told(trail)
-    assert "which has been running for 4.03 s" in text
-    assert "then 4.00 s for the bytes; that is where it stands." in text
+    assert "it has been running for 4.03 s" in text
+    assert "then 4.00 s for the bytes by shm/pull; that is where it stands." in text
 
 
 def test_all_sides_make_one_paragraph(clock):

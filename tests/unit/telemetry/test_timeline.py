@@ -76,6 +76,13 @@ def test_a_lost_answer_leaves_one_bound():
     assert line.notes == ("prefill e: not earlier than shown; no answer says how much later",)
 
 
+def test_what_can_only_have_been_earlier_stands_first():
+    claim = trail("claim", (0.0, "claimed"))
+    line = merge([claim, trail("offer", (0.0, "offered"))])
+    assert [each.event["event"] for each in line.lines] == ["offered", "claimed"]
+    assert line.notes == ("prefill e: not later than shown; nothing says how much earlier",)
+
+
 def test_sides_without_a_message_are_shown_beside():
     one, other = trail("claim", (2.0, "claimed")), trail("offer", (7.0, "renewed"))
     line = merge([one, other])
