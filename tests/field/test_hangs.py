@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import struct
 import threading
@@ -74,28 +75,44 @@ def test_an_owner_that_fails_while_it_sends_is_known_at_once(make_side):
     assert time.monotonic() - began < 0.9
 
 
+class PausingOwner(TcpTransport):
+    """Stands still for a while in its thirtieth transfer."""
+
+    def __init__(self):
+        super().__init__()
+        self._numbers = itertools.count(1)
+
+    def serve(self, sock, fd, hello):
+        channel = super().serve(sock, fd, hello)
+        send = channel.send_from
+
+        def send_from(*args):
+            if next(self._numbers) == 30:
+                threading.Event().wait(0.2)
+            send(*args)
+
+        channel.send_from = send_from
+        return channel
+
+
 @pytest.mark.slow
 def test_a_closed_loop_over_tcp_with_every_trouble_at_once(make_engine):
     """A lost completion, lanes that are cut, and an owner that stands still for a while."""
     lossy = FaultyTransport(TcpTransport(), "drop_completion", times=1)
     near = make_engine("near", "tcp", extra={"tcp": lossy}, lanes_max=4)
-    far = make_engine("far", "tcp")
-    count = 64
-    local, owned = near.allocate(count * MIB // 8), far.allocate(MIB)
+    far = make_engine("far", "tcp", extra={"tcp": PausingOwner()})
+    count, nbytes = 64, MIB // 8
+    local, owned = near.allocate(count * nbytes), far.allocate(nbytes)
     owned.array[:] = 3
-    remote = near.connect(far.addresses[0]).region(owned.ref)
-    piece = Spans.whole(MIB // 8)
-    targets = [Spans.of([i * MIB // 8], MIB // 8) for i in range(count)]
+    remote, piece = near.connect(far.addresses[0]).region(owned.ref), Spans.whole(nbytes)
+    targets = [Spans.of([number * nbytes], nbytes) for number in range(count)]
     transfers, ended = [], threading.Semaphore(0)
     for number, target in enumerate(targets):
-        transfers.append(near.read(local, target, remote, piece, deadline_s=1.0))
+        transfers.append(near.read(local, target, remote, piece, deadline_s=0.8))
         transfers[-1].add_done_callback(lambda _: ended.release())
         if number == 20:
             for server in list(far.transports["tcp"]._servers):
                 server.channel.interrupt()
-        if number == 40:
-            owned.renew()  # The owner refuses all that follows until it is described anew.
-            remote = near.connect(far.addresses[0]).region(owned.ref)
     for _ in transfers:
         assert ended.acquire(timeout=4.0), "a transfer without an end"
     failed = [error for t in transfers if (error := failure(t.result)) is not None]

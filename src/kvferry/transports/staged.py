@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.errors import ProtocolError, RegistrationError
+from kvferry.errors import DeviceError, ProtocolError, RegistrationError
 from kvferry.memory.host import allocate_shared, map_shared
 from kvferry.memory.places import HOST, Landing, Place, settle
 from kvferry.protocol.messages import Hello
@@ -180,7 +180,16 @@ class RingChannel(Channel):
     def _pin(self, place: Place) -> None:
         """Make the ring fit for a device, once: then its copy engines reach it at full speed."""
         if not place.is_host and self._unpin is None:
-            self._unpin = place.pin(self._ring.address, self._slots * self._nbytes)
+            nbytes = self._slots * self._nbytes
+            try:
+                self._unpin = place.pin(self._ring.address, nbytes)
+            except DeviceError as error:
+                # A fault of this path: one that brings pinned memory of its own may still work.
+                raise RegistrationError(
+                    f"the driver cannot pin a ring of {nbytes} bytes: {error.message}",
+                    stage="map",
+                    fix="raise the limit of locked memory (ulimit -l), or lower device_ring_bytes",
+                ) from error
 
     def close(self) -> None:
         super().close()
