@@ -200,10 +200,8 @@ class Moves:
             self.quarantine.check(op)
             self.counts["transfers"] += 1
             trail = trail or engine.recorder.begin("transfer", number, peer_id=remote.peer)
-            trail.peer, trail.nbytes, trail.write = view.name, nbytes, write
-            trail.note("planned", nbytes, lengths.size, plan)
-            began = self._clock.now()
-            self._running[number] = Move(transfer, op, plan, began, checksum, trail)
+            trail.planned(view.name, nbytes, lengths.size, write, plan)
+            self._running[number] = Move(transfer, op, plan, self._clock.now(), checksum, trail)
             self._add_deadline(deadline, number)
         self._submit(number)
         return transfer
@@ -316,6 +314,8 @@ class Moves:
         transfer = self.quarantine.release(op)
         if transfer is None:
             log.error("transfer %d ended twice; this is a bug in its transport", op.op_id)
+            recorder = self._engine.recorder
+            self._engine.later(lambda: recorder.internal_error("a transfer ended twice"))
             return
         log.info("transfer %d has stopped at last; its memory is free again", op.op_id)
         self._engine.later(transfer._fall_quiet)

@@ -257,6 +257,29 @@ def test_a_broken_recorder_breaks_no_hand_off(make_side, monkeypatch):
     assert claimed.one().error is not None
 
 
+class Buggy(Held):
+    """A transport with a bug."""
+
+    def submit(self, op):
+        raise RuntimeError("a bug in the transport")
+
+
+def test_an_internal_error_leaves_a_dump(make_engine, tmp_path, caplog):
+    there = tmp_path / "dumps"
+    there.mkdir()
+    near = make_engine("near", "held", extra={"held": Buggy()}, dump_dir=str(there))
+    far = make_engine("far", "held", extra={"held": Held()})
+    local, owned = near.allocate(WHOLE.nbytes), far.allocate(WHOLE.nbytes)
+    remote = near.connect(far.addresses[0]).region(owned.ref)
+    with pytest.raises(AbortedError, match="internal error") as caught:
+        near.read(local, WHOLE, remote, WHOLE).wait(5.0)
+    assert caught.value.story in caplog.text
+    (dump,) = there.iterdir()
+    body = json.loads(dump.read_text())
+    assert [event["event"] for event in body["trails"][0]["events"]][-1] == "submitted"
+    assert str(dump) in caplog.text
+
+
 def test_a_hand_off_costs_microseconds():
     """All events of both halves, as the engines note them; several times the usual cost fails.
 

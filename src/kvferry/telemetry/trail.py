@@ -25,6 +25,9 @@ HANDOFF_CHARS = 16
 QUIET_CODES = frozenset({"aborted", "cancelled", "closed"})
 """Ends that somebody here asked for."""
 
+INTERNAL = "internal error"
+"""How the message of an AbortedError begins that nobody asked for."""
+
 Event = tuple[float, str, tuple[Any, ...]]
 
 
@@ -110,6 +113,11 @@ class Trail:
         last.append(event)
         self._seen += 1
 
+    def planned(self, peer: str, nbytes: int, spans: int, write: bool, plan: Any) -> None:
+        """A transfer has its plan: what it is about, and the first event."""
+        self.peer, self.nbytes, self.write = peer, nbytes, write
+        self.note("planned", nbytes, spans, plan)
+
     def renewed(self) -> None:
         """A sign of life of the reader; counted and not listed."""
         self.renewals += 1
@@ -122,7 +130,8 @@ class Trail:
         if error is None and code in ("loaded", "delivered", "moved"):
             self.outcome = "ok"
         else:
-            self.outcome = "cancelled" if code in QUIET_CODES else "failed"
+            is_bug = error is not None and error.message.startswith(INTERNAL)
+            self.outcome = "cancelled" if code in QUIET_CODES and not is_bug else "failed"
         if error is not None:
             self.error = error.as_dict()
             self.bytes_done = self.bytes_done or error.bytes_done

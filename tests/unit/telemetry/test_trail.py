@@ -82,6 +82,7 @@ def test_signs_of_life_are_counted_not_listed(clock):
         ("cancelled", None, "cancelled"),
         ("deadline", DeadlineError("late", bytes_done=7), "failed"),
         ("aborted", AbortedError("stop"), "cancelled"),
+        ("aborted", AbortedError("internal error: a bug"), "failed"),
     ],
 )
 def test_how_it_ends(clock, code, error, outcome):
