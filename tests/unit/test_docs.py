@@ -314,6 +314,21 @@ def test_public_names_are_all_there():
         assert f"`{name}(" in text
 
 
+def test_faults_of_the_field_have_a_status_and_their_tests_exist():
+    page = DOCS / "reference" / "field-faults.md"
+    rows = [row for row in table(page) if row[0].startswith("F-")]
+    assert [row[0] for row in rows] == [f"F-{number:03}" for number in range(1, len(rows) + 1)]
+    assert len(rows) >= 33
+    for row in rows:
+        assert len(row) == 4, row
+        assert all(row), row
+        number, _, _, status = row
+        assert re.match(r"(covered by `|does not apply: \w|left: \w)", status), (number, status)
+        for path, name in re.findall(r"`(tests/[^`:]+)::(\w+)`", status):
+            tests = re.findall(r"^(?:async )?def (\w+)", (ROOT / path).read_text(), re.MULTILINE)
+            assert name in tests, f"{number} cites {path}::{name}"
+
+
 def test_structure_names_every_module():
     text = (DOCS / "structure.md").read_text()
     source = ROOT / "src" / "kvferry"
