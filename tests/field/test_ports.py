@@ -30,7 +30,7 @@ def test_any_number_of_transfers_needs_no_more_connections_than_lanes(make_engin
     local, owned = near.allocate(MIB), far.allocate(MIB)
     remote = near.connect(far.addresses[0]).region(owned.ref)
     small = Spans.whole(4096)
-    for _ in range(20):
+    for _ in range(8):
         for transfer in [near.read(local, small, remote, small) for _ in range(25)]:
             transfer.wait(5.0)
     assert 1 <= counting.opened <= 2
