@@ -158,7 +158,7 @@ class Router:
             exchange.ended = time.monotonic()
             exchange.note("answered", outcome=exchange.outcome or "bug")
             self._ended.append(exchange)
-            if exchange.outcome != "ok":
+            if exchange.outcome not in ("ok", "client_left"):
                 self._failed.append(exchange)
             if exchange.is_unclaimed:
                 assert exchange.asked is not None
@@ -404,7 +404,7 @@ class Router:
         text = request.query.get("id", "")[:_NAME_CHARS_MAX]
         known = dict.fromkeys([*self._failed, *self._ended, *self._running])
         if text == "last-failure":
-            found = [each for each in list(self._failed)[-1:] if each.outcome != "client_left"]
+            found = list(self._failed)[-1:]
         else:
             whole = [each for each in known if text in (each.id, *each.names())]
             found = whole or [each for each in known if each.answers_to(text)]

@@ -136,7 +136,7 @@ class Recorder:
             if error is None and trail.error is not None:
                 trail.error["message"] = message
         finally:
-            (self._well if trail.outcome == "ok" else self._failed).append(key)
+            (self._failed if trail.outcome == "failed" else self._well).append(key)
 
     @_harmless
     def tell(self, key: Hashable, error: KVFerryError | None = None) -> None:

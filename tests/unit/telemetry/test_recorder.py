@@ -82,7 +82,7 @@ def test_failures_outlive_what_went_well(recorder):
     fail(recorder, "bad")
     for number in range(50):
         recorder.begin("transfer", number)
-        recorder.finish(number, "moved")
+        recorder.finish(number, "moved" if number % 2 else "cancelled")
     assert [trail.name for trail in recorder.find("bad")] == ["bad"]
     assert not recorder.find("42")
     assert recorder.find("43")
