@@ -206,7 +206,7 @@ def test_a_full_queue_says_so_at_once_and_takes_more_when_there_is_room(make_eng
 @pytest.mark.parametrize(
     ("number", "kind", "said"),
     [
-        (errno.ECONNRESET, PeerLostError, "reset by peer"),
+        (errno.ECONNRESET, PeerLostError, "something between the two"),
         (errno.EPIPE, PeerLostError, "Broken pipe"),
         (errno.ENOBUFS, TransferError, "the peer is not to blame"),
         (errno.ENOMEM, TransferError, "short of memory"),

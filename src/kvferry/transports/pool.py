@@ -328,7 +328,8 @@ def broken(failure: OSError) -> KVFerryError:
     """What a system call's failure on a lane means. Only a cut can mean that the peer is gone."""
     text = f"the lane broke: {failure.strerror or failure}"
     if failure.errno in _CUT:
-        return PeerLostError(text)
+        fix = "if the peer's process lives, something between the two cut this connection"
+        return PeerLostError(text, fix=fix)
     if failure.errno in _SHORT:
         fix = "this machine is short of memory or descriptors; the peer is not to blame"
     elif failure.errno in _LOST:
