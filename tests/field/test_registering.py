@@ -10,6 +10,7 @@ import pytest
 from kvferry import Engine, EngineConfig
 from kvferry.errors import DeviceError, KVFerryError, StaleRegionError
 from kvferry.regions import Spans
+from kvferry.testing.conformance import wait_until
 from kvferry.testing.cuda import FakeCuda
 
 SIZE = 4096
@@ -46,6 +47,8 @@ def test_overlapping_regions_live_and_go_by_themselves(world, order):
     assert len({item.region.region_id for item in made}) == len(parts)
     for place, number in enumerate(order):
         made[number].close()
+        region_id = made[number].region.region_id
+        wait_until(lambda gone=region_id: gone not in peer.regions, "the peer was not told")
         with pytest.raises(StaleRegionError):
             peer.region(made[number].ref)
         for other in order[place + 1 :]:
