@@ -56,6 +56,7 @@ def test_overlapping_regions_live_and_go_by_themselves(world, order):
     assert far.statistics()["regions"] == 0
 
 
+@pytest.mark.slow
 def test_threads_that_register_the_same_memory_share_one_registration(make_engine):
     engine, memory = make_engine(), np.zeros(SIZE, np.uint8)
     for _ in range(20):
