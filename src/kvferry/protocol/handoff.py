@@ -156,6 +156,7 @@ class OfferEnded:
     state: OfferState
     code: str
     message: str
+    is_forced: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +312,8 @@ class Offers:
         while len(self._finished) > FINISHED_MAX:
             self._finished.popitem(last=False)
         text = message or REFUSALS.get(code, code)
-        return [OfferEnded(offer.offer_id, offer.state, code, text)]
+        is_forced = event in ("expire", "peer_lost")
+        return [OfferEnded(offer.offer_id, offer.state, code, text, is_forced)]
 
     def _withdraw(self, offer: _Offer, code: str) -> Send:
         return Send(offer.session, Withdrawn(offer.claim_id, offer.offer_id, code, REFUSALS[code]))

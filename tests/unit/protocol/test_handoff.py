@@ -284,6 +284,22 @@ def test_a_renewal_moves_the_lease() -> None:
     assert sent(offers.tick(9.0)) == [Withdrawn]
 
 
+@pytest.mark.parametrize(
+    ("end", "is_forced"),
+    [
+        (lambda offers: offers.stopped("s", Stopped(CLAIM, OFFER, ""), 1.0), False),
+        (lambda offers: offers.confirm("s", Confirm(CLAIM, OFFER), 1.0), False),
+        (lambda offers: offers.tick(LEASE_S), True),
+        (lambda offers: offers.session_lost("s"), True),
+    ],
+    ids=["stopped", "confirm", "lease", "session lost"],
+)
+def test_an_end_without_the_readers_word_is_called_forced(end, is_forced) -> None:
+    """Withdrawn or not: the code says why it was wanted back, not how that came about."""
+    (released,) = ended(end(offers_in("withdrawn")))
+    assert released.is_forced is is_forced
+
+
 def test_a_withdrawn_offer_stays_pinned_for_as_long_as_its_reader_renews() -> None:
     offers = offers_in("withdrawn")
     offers.renew("s", Renew([OFFER]), 4.0)

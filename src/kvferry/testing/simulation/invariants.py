@@ -143,7 +143,7 @@ class Watch:
     def offer_released(self, process: Process, action: OfferEnded) -> None:
         """The tables let go of an offer: nobody may read it now, unless that was forced."""
         record = self.offers.get(action.offer_id)
-        if record is None or action.code in ("expired", "peer_lost"):
+        if record is None or action.is_forced:
             return
         for claim in self._reading.values():
             if claim.offered is record and not claim.process.is_gone:
