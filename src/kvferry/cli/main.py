@@ -31,6 +31,8 @@ SUBCOMMANDS = {
     "engine": _Subcommand("engine:engine", "Run one reference engine."),
     "demo": _Subcommand("demo:demo", "See a hand-off work, end to end, on this machine."),
     "chaos": _Subcommand("chaos:chaos", "Look for faults of the hand-off, simulated or real."),
+    "doctor": _Subcommand("doctor:doctor", "Look at this machine: what serves, what to mend."),
+    "explain": _Subcommand("explain:explain", "Tell which path serves two memories, and why."),
     "why": _Subcommand("why:why", "Tell why a request failed, or where its time went."),
     "version": _Subcommand("main:version", "Print the version."),
 }

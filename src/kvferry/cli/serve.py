@@ -15,6 +15,9 @@ from kvferry.errors import ClosedError
 if TYPE_CHECKING:
     from kvferry.launcher import Fleet
 
+TRIALS_S = 30.0
+"""Trials before serving take so long at most."""
+
 
 @click.command()
 @click.argument("model")
@@ -26,6 +29,12 @@ if TYPE_CHECKING:
     "--transport", "transports", multiple=True, metavar="NAME", help="Allow only this; repeatable."
 )
 @click.option("--restart", is_flag=True, help="Start a process again when it ends by itself.")
+@click.option(
+    "--trial/--no-trial",
+    default=True,
+    show_default=True,
+    help="Prove the paths between processes first, once per boot.",
+)
 @click.option("--start-s", default=180.0, show_default=True, help="Longest wait for all to start.")
 @click.argument("engine_flags", nargs=-1, type=click.UNPROCESSED)
 def serve(
@@ -36,6 +45,7 @@ def serve(
     port: int,
     transports: tuple[str, ...],
     restart: bool,
+    trial: bool,
     start_s: float,
     engine_flags: tuple[str, ...],
 ) -> None:
@@ -63,6 +73,8 @@ def serve(
     )
     with _signals_to(fleet):
         try:
+            if trial:
+                _prove(transports)
             fleet.start()
             _print_line("kvferry", f"serving {model} at {fleet.router_url}, for example:")
             _print_line("kvferry", _curl_of(fleet.router_url))
@@ -72,6 +84,25 @@ def serve(
         finally:
             fleet.stop()
             _print_line("kvferry", "all processes have ended")
+
+
+def _prove(transports: tuple[str, ...]) -> None:
+    """Try the paths of host memory, unless that was done since the machine started; the engines
+    find what is kept when they start."""
+    from kvferry.config import EngineConfig
+    from kvferry.trials.records import HOST
+    from kvferry.trials.run import run_and_keep
+
+    config = EngineConfig.from_environment().with_defaults()
+    allowed = transports or config.transports
+    pairs = [(HOST, HOST)]
+    outcome = run_and_keep(
+        config.cache_dir, pairs, again=False, transports=allowed, limit_s=TRIALS_S
+    )
+    failed = [f"{trial.path}: a trial {trial.why}" for trial in outcome.new if trial.why]
+    for line in (*failed, outcome.problem, *outcome.notes):
+        if line:
+            _print_line("kvferry", line)
 
 
 @contextlib.contextmanager

@@ -276,7 +276,8 @@ class FakeCuda:
         copy_spans(targets, sources, lengths)
         if self.zeros:
             for target, source, nbytes in zip(targets, sources, lengths, strict=True):
-                if self._owner(int(source)) not in (None, stream.ordinal):
+                owners = {self._owner(int(source)), self._owner(int(target))}
+                if owners - {None, stream.ordinal}:
                     self.view(int(target), int(nbytes))[:] = 0
 
     def _owner(self, address: int) -> int | None:

@@ -60,7 +60,7 @@ class Trial:
 
     def as_tried(self) -> Tried:
         """What the planner must know of it."""
-        day = time.strftime("%Y-%m-%d", time.localtime(self.at))
+        day = time.strftime("%Y-%m-%d", time.gmtime(self.at))
         return Tried(day, self.bytes_per_s, self.why)
 
 

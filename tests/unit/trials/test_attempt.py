@@ -81,12 +81,13 @@ def test_device_paths_are_proven(world: World, transport: str, direction: str) -
     assert world.run(transport, direction).why == ""
 
 
-def test_peer_access_that_brings_zeros_is_seen(world: World) -> None:
+@pytest.mark.parametrize("direction", ["pull", "push"])
+def test_peer_access_that_brings_zeros_is_seen(world: World, direction: str) -> None:
     world.fake.zeros = True
-    trial = world.run("cuda_ipc")
+    trial = world.run("cuda_ipc", direction)
     assert (trial.why, trial.is_wrong, trial.bytes_per_s) == ("brought zeros", True, 0.0)
-    assert world.run("staged").why == ""
-    assert world.run("cuda_ipc", "pull", 1, 1).why == ""
+    assert world.run("staged", direction).why == ""
+    assert world.run("cuda_ipc", direction, 1, 1).why == ""
 
 
 @pytest.mark.parametrize("direction", ["pull", "push"])

@@ -132,15 +132,12 @@ def test_results_are_kept_unless_they_cannot_be(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_real_processes_prove_the_paths_of_host_memory() -> None:
-    outcome = run([HOST], transports=("shm", "tcp"))
+    outcome = run([HOST], transports=("shm",))
     assert outcome.problem == ""
-    assert {(trial.path, trial.why) for trial in outcome.new} == {
-        (f"{transport}/{direction}", "")
-        for transport in ("shm", "tcp")
-        for direction in ("pull", "push")
-    }
-    plan = outcome.plans[(*HOST, "pull")]
-    assert {path.transport for path in plan.paths} == {"shm", "tcp"}
-    assert all(" in a trial on " in path.reason for path in plan.paths)
-    again = run([HOST], transports=("shm", "tcp"), known=outcome.book, try_paths=False)
-    assert (again.new, again.plans[(*HOST, "pull")]) == ([], plan)
+    assert [(trial.path, trial.why) for trial in outcome.new] == [
+        ("shm/pull", ""),
+        ("shm/push", ""),
+    ]
+    [path] = outcome.plans[(*HOST, "pull")].paths
+    assert " in a trial on " in path.reason
+    assert set(outcome.unusable) >= {"tcp", "staged"}
