@@ -1,7 +1,7 @@
 """``python -m benchmarks.gpu``: device memory between two processes, beside the device's limits.
 
 The far process owns a pool on the device, the near one reads it: scattered blocks in random order
-on both sides, and one contiguous piece. All rows of a block size take turns within each round, and a
+on both sides, and one contiguous piece. All rows of a block size take turns within each round; a
 share compares medians of one round with the limit of the same round. Bytes are compared once per
 cell. Two processes on one device stand for two devices where there is only one.
 """
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry import Engine, EngineConfig
-from kvferry.memory.cuda import CudaDevice
+from kvferry.memory.cuda import CudaDevice, ResidentLists
 from kvferry.memory.cuda_driver import driver
 from kvferry.regions import Spans
 from kvferry.testing import Child
@@ -32,7 +32,11 @@ from kvferry.testing import Child
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB)
 SPANS_MAX = 1 << 17
+SLOW_BYTES = 256 * MIB
+"""What the streamed paths move per transfer: enough for a rate, and it is over soon."""
 ROUNDS = 9
+DEPTH = 4
+"""Transfers, or copies, in flight: rates are those of a process with more than one request."""
 PATHS = ("cuda_ipc", "staged", "tcp")
 FAR = """
 import ctypes, numpy as np
@@ -60,28 +64,58 @@ def wait(flight: Any) -> None:
         pass
 
 
+def deep(start: Callable[[], Any]) -> None:
+    for flight in [start() for _ in range(DEPTH)]:
+        wait(flight)
+
+
 class Near:
     """The reading process: one engine per path, so that the planner has no choice."""
 
-    def __init__(self, directory: str, nbytes: int, place: str = "cuda") -> None:
+    def __init__(
+        self,
+        directory: str,
+        nbytes: int,
+        place: str = "cuda",
+        paths: tuple[str, ...] = PATHS,
+        **how: Any,
+    ) -> None:
         self.nbytes = nbytes
         self.far = Child(FAR)
         device = "cuda" if place == "cuda" else ""
         call = f"result = start({directory!r}, {nbytes}, {device!r})"
         addresses, ref = self.far.run(call, timeout_s=120.0)
         self.engines, self.owned, self.remote = {}, {}, {}
-        for path in PATHS:
+        for path in paths:
             if place == "host" and path == "cuda_ipc":
                 continue
-            config = EngineConfig(name=path, directory=directory, transports=(path,))
+            config = EngineConfig(name=path, directory=directory, transports=(path,), **how)
             engine = self.engines[path] = Engine(config)
             peer = engine.connect(addresses[0])
             self.owned[path] = engine.allocate(nbytes, device=device)
             self.remote[path] = peer.region(bytes.fromhex(ref))
 
-    def read(self, path: str, here: Spans, there: Spans) -> Callable[[], None]:
+    def read(self, path: str, here: Spans, there: Spans, depth: int = DEPTH) -> Callable[[], None]:
+        """Spans that the engine sees for the first time, each time."""
         engine, owned, remote = self.engines[path], self.owned[path], self.remote[path]
-        return lambda: engine.read(owned, here, remote, there, deadline_s=30.0).wait(30.0) and None
+
+        def run() -> None:
+            for transfer in [
+                engine.read(owned, here, remote, there, deadline_s=30.0) for _ in range(depth)
+            ]:
+                transfer.wait(30.0)
+
+        return run
+
+    def prepared(self, path: str, here: Spans, there: Spans) -> Callable[[], None]:
+        """Spans that were prepared once, as peers have their descriptors; DEPTH at a time."""
+        made = self.engines[path].prepare(self.owned[path], here, self.remote[path], there)
+
+        def run() -> None:
+            for transfer in [made.read(deadline_s=30.0) for _ in range(DEPTH)]:
+                transfer.wait(30.0)
+
+        return run
 
     def close(self) -> None:
         for engine in self.engines.values():
@@ -109,7 +143,7 @@ class Limits:
     def _one(self, target: int, source: int, nbytes: int) -> Callable[[], None]:
         where = [np.array([at], np.uint64) for at in (target, source)]
         size = np.array([nbytes])
-        return lambda: wait(self.queue.copy_spans(*where, size))
+        return lambda: deep(lambda: self.queue.copy_spans(*where, size))
 
     def loop(self, here: Spans, there: Spans) -> Callable[[], None]:
         """A copy call per block, as most connectors do it."""
@@ -127,8 +161,10 @@ class Limits:
     def kernel(self, here: Spans, there: Spans) -> Callable[[], None]:
         """kvferry's kernel within this process: what the path adds shows against it."""
         lists = here.offsets.view("u8"), there.offsets.view("u8"), here.lengths
-        bases = {"target_base": self.target, "source_base": self.source}
-        return lambda: wait(self.queue.copy_spans(*lists, **bases))
+        resident = ResidentLists(self.device, *lists, 0)
+        return lambda: deep(
+            lambda: self.queue.copy_resident(resident, self.target, self.source, to_first=True)
+        )
 
     def close(self) -> None:
         self.device.give(self.queue)
@@ -156,6 +192,9 @@ def check(near: Near, device: CudaDevice, path: str, here: Spans, there: Spans) 
             wait(queue.copy_spans(*where, np.array([nbytes])))
     values = np.random.default_rng(5).integers(0, 256, nbytes, dtype=np.uint8)
     block = int(here.lengths[0])
+    if len(here) == 1:
+        device.give_pinned(host)
+        return bool(np.array_equal(got[:block], values[:block]))
     same = np.array_equal(
         got[: nbytes // block * block].reshape(-1, block)[here.offsets // block],
         values[: nbytes // block * block].reshape(-1, block)[there.offsets // block],
@@ -176,16 +215,27 @@ def measure(near: Near, limits: Limits, block: int, rounds: int) -> dict[str, An
             Spans.of(rng.permutation(nbytes // block)[:count] * block, block) for _ in "12"
         )
     total = here.nbytes
-    rows = {f"kvferry {path}": near.read(path, here, there) for path in near.engines}
+    lists = dict.fromkeys(near.engines, (here, there))
+    few = max(1, min(count, SLOW_BYTES // block))
+    for path in ("staged", "tcp"):
+        lists[path] = tuple(
+            Spans.of(side.offsets[:few], min(block, SLOW_BYTES)) for side in (here, there)
+        )
+    rows = {f"kvferry {path}": near.prepared(path, *lists[path]) for path in near.engines}
+    if "cuda_ipc" in near.engines:
+        rows["kvferry cuda_ipc, new lists"] = near.read("cuda_ipc", here, there)
     rows["kernel, one process"] = limits.kernel(here, there)
     if count <= 1 << 15:
         rows["copy per block, one process"] = limits.loop(here, there)
     rows["device copy"] = limits.device_copy(total)
     rows["pinned copy"] = limits.pinned_copy(min(total, 256 * MIB))
-    sizes = dict.fromkeys(rows, total) | {"pinned copy": min(total, 256 * MIB)}
+    sizes = dict.fromkeys(rows, total * DEPTH) | {"pinned copy": min(total, 256 * MIB) * DEPTH}
+    sizes["copy per block, one process"] = total
+    for path in ("staged", "tcp"):
+        sizes[f"kvferry {path}"] = lists[path][0].nbytes * DEPTH
     for run in rows.values():
         run()
-    verified = {path: check(near, limits.device, path, here, there) for path in near.engines}
+    verified = {path: check(near, limits.device, path, *lists[path]) for path in near.engines}
     seen: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, run in rows.items():
@@ -224,10 +274,10 @@ def costs(near: Near) -> dict[str, float]:
     out["submit 16,384 spans"] = statistics.median(submits) * 1e6
     blocks = 117 * MIB // (16 * KIB)
     here, there = (Spans.of(rng.permutation(blocks) * 16 * KIB, 16 * KIB) for _ in "12")
-    run = near.read("cuda_ipc", here, there)
+    run = near.read("cuda_ipc", here, there, 1)
     out["117 MiB in 16 KiB blocks"] = statistics.median(timed(run) for _ in range(30)) * 1e6
     one = Spans.of([0], 4096)
-    run = near.read("cuda_ipc", one, one)
+    run = near.read("cuda_ipc", one, one, 1)
     out["4 KiB"] = statistics.median(timed(run) for _ in range(50)) * 1e6
     return out
 
@@ -246,7 +296,7 @@ def interference(near: Near) -> dict[str, float]:
     rng = np.random.default_rng(2)
     blocks = near.nbytes // (16 * KIB)
     here, there = (Spans.of(rng.permutation(blocks) * 16 * KIB, 16 * KIB) for _ in "12")
-    run = near.read("cuda_ipc", here, there)
+    run = near.read("cuda_ipc", here, there, 1)
     device = near.engines["cuda_ipc"].devices.named("cuda")
     out = {}
 
@@ -305,7 +355,7 @@ def show(console: Console, cells: list[dict[str, Any]], title: str) -> None:
 
 
 @click.command()
-@click.option("--total-mib", default=1024, help="Size of each pool.")
+@click.option("--total-mib", default=2048, help="Size of each pool.")
 @click.option("--rounds", default=ROUNDS)
 @click.option("--output", type=click.Path(path_type=Path), default=Path("bench-results/gpu.json"))
 @click.option("--host/--no-host", default=True, help="Also host memory by tcp and staged.")

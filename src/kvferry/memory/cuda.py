@@ -44,6 +44,8 @@ SPIN_S = 3e-4
 sleep of a thread takes about 0.1 ms.
 """
 PAUSE_S, PAUSE_MAX_S = 5e-5, 1e-3
+PATIENT_AFTER_S = 2e-2
+"""A flight that takes longer waits for a busy device: it is then asked every PAUSE_MAX_S only."""
 UPLOAD_S = 10.0
 """How long an upload of lists may take before the device counts as broken."""
 QUEUES_MAX = 16
@@ -132,15 +134,12 @@ class Flight:
 
         Then the work goes on: its memory must stay as it is until :meth:`is_done` says so.
         """
-        spin_until = time.perf_counter() + SPIN_S
-        while time.perf_counter() < spin_until:
-            if self.is_done():
-                return
-        pause = PAUSE_S
+        began = time.perf_counter()
         while not self.is_done():
-            check()
-            time.sleep(pause)
-            pause = min(2 * pause, PAUSE_MAX_S)
+            waited = time.perf_counter() - began
+            if waited >= SPIN_S:
+                check()
+                time.sleep(PAUSE_S if waited < PATIENT_AFTER_S else PAUSE_MAX_S)
 
     def settle(self, limit_s: float) -> None:
         """Block until it has landed, whatever else. Raises DeviceError after ``limit_s``."""

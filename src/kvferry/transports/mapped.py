@@ -25,9 +25,10 @@ from kvferry.errors import (
     StaleRegionError,
 )
 from kvferry.memory.copy import copy_spans
-from kvferry.memory.places import settle
+from kvferry.memory.cuda import CudaQueue, Flight
 from kvferry.regions import I64, U64
 from kvferry.transports.base import Operation, RemoteRegion, Services, Transport
+from kvferry.transports.flights import Airborne, Flights
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ PIECE_BYTES = 64 << 20
 """An abort or a deadline is noticed after so many bytes at the latest: about 6 ms. Smaller pieces
 cost the second thread of a copy a tenth of its use, since each piece starts it anew.
 """
+INLINE_SPANS_MAX = 1 << 17
+"""Longer lists are written out for a device by a mover: that takes over half a millisecond."""
 THREADS_FROM_BYTES = 8 << 20
 """From here on a second thread is worth its start."""
 
@@ -80,6 +83,7 @@ class MappedTransport(Transport):
         self._waiting: dict[int, Operation] = {}
         self._ops: dict[int, Operation] = {}
         self._closed = False
+        self._flights = Flights(self.name)
 
     @abstractmethod
     def map(self, remote: RemoteRegion, *, writable: bool) -> Mapping:
@@ -97,16 +101,17 @@ class MappedTransport(Transport):
             self._ops[op.op_id] = op
             self._waiting[op.op_id] = op
             # Mapping a large pool takes long, and the caller may be the control thread.
-            is_short = (
-                op.nbytes <= services.config.inline_bytes_max
-                and op.local.kind == "host"
-                and (self.maps_quickly or (op.remote.key, op.write) in self._mappings)
-            )
-        if is_short:
-            self._move(op)
+            is_mapped = self.maps_quickly or (op.remote.key, op.write) in self._mappings
+        if op.local.kind == "host":
+            move, is_short = self._move, op.nbytes <= services.config.inline_bytes_max
+        else:
+            # The device does the work, so that beginning it takes no longer than a hand-over.
+            move, is_short = self._take_off, op.lengths.size <= INLINE_SPANS_MAX
+        if is_short and is_mapped:
+            move(op)
             return
         try:
-            services.run(lambda: self._move(op))
+            services.run(lambda: move(op))
         except KVFerryError:
             if self._begin(op):
                 self._leave(op)
@@ -144,6 +149,7 @@ class MappedTransport(Transport):
             self.abort(op, AbortedError("the engine is closing", stage="move"))
         with self._lock:
             self._idle.wait_for(lambda: not self._ops, timeout=10.0)
+        self._flights.close()
         self._doom(lambda _key: True)
 
     def statistics(self) -> dict[str, int]:
@@ -162,8 +168,8 @@ class MappedTransport(Transport):
         try:
             mapping = self._enter(op, services)
             op.began_at = services.clock.now()
-            copy = copy_on_host if op.local.kind == "host" else copy_on_device
-            for nbytes in copy(op, mapping.address, services, partial(self._check, op, services)):
+            check = partial(self._check, op, services)
+            for nbytes in copy_on_host(op, mapping.address, services, check):
                 done += nbytes
         except KVFerryError as failure:
             # A region that is gone because its peer died: what matters is that the peer died.
@@ -179,6 +185,48 @@ class MappedTransport(Transport):
                 self._exit(mapping)
             self._leave(op)
         services.complete(op, done, error)
+
+    def _take_off(self, op: Operation) -> None:
+        """Give an operation on device memory to the device; :meth:`_landed` sees its end."""
+        services = self._services
+        assert services is not None
+        if not self._begin(op):
+            return
+        mapping: Mapping | None = None
+        error: KVFerryError | None = None
+        try:
+            mapping = self._enter(op, services)
+            self._check(op, services)
+            self._flights.start()
+            with services.devices.undisturbed():
+                device = services.devices.device(op.local.device)
+                queue = device.take()
+                op.began_at = services.clock.now()
+                try:
+                    flight = begin_on_device(op, mapping.address, queue)
+                except BaseException:
+                    device.give(queue)
+                    raise
+            landed = partial(self._landed, op, mapping)
+            self._flights.add(Airborne(device, queue, flight, landed))
+            return
+        except KVFerryError as failure:
+            error = op.stop or failure
+        except Exception as failure:
+            log.exception("a copy was not begun; this is a bug in kvferry or in a transport")
+            error = AbortedError(f"internal error: {failure}")
+        self._landed(op, mapping, error)
+
+    def _landed(self, op: Operation, mapping: Mapping | None, error: KVFerryError | None) -> None:
+        """A device touches the memory of an operation no more."""
+        services = self._services
+        assert services is not None
+        if error is not None:
+            error.located(peer=op.peer.name, path=f"{self.name}/{op.path}", stage="move")
+        if mapping is not None:
+            self._exit(mapping)
+        self._leave(op)
+        services.complete(op, 0 if error else op.nbytes, error)
 
     def _check(self, op: Operation, services: Services) -> None:
         if op.stop is not None:
@@ -272,36 +320,23 @@ def copy_on_host(
         yield nbytes
 
 
-def copy_on_device(
-    op: Operation, address: int, services: Services, check: Callable[[], None]
-) -> Iterator[int]:
-    """The same for device memory, by the device of the local region. All of it at once: a device
-    moves a gigabyte within a millisecond."""
-    check()
-    device = services.devices.device(op.local.device)
-    with device.queue() as queue:
-        if op.resident is not None:
-            flight = queue.copy_resident(
-                op.resident.on(device), op.local.address, address, to_first=not op.write
-            )
-        else:
-            local = op.local_offsets.view("u8"), op.local.address
-            remote = op.remote_offsets.view("u8"), address
-            target, source = (remote, local) if op.write else (local, remote)
-            flight = queue.copy_spans(
-                target[0],
-                source[0],
-                op.lengths,
-                target_base=target[1],
-                source_base=source[1],
-                length=op.length,
-            )
-        try:
-            flight.wait(check)
-        except BaseException:
-            settle([flight])
-            raise
-    yield op.nbytes
+def begin_on_device(op: Operation, address: int, queue: CudaQueue) -> Flight:
+    """The same for device memory: all of it at once, since a device moves a gigabyte within a
+    millisecond. Raises DeviceError."""
+    if op.resident is not None:
+        lists = op.resident.on(queue.device)
+        return queue.copy_resident(lists, op.local.address, address, to_first=not op.write)
+    local = op.local_offsets.view("u8"), op.local.address
+    remote = op.remote_offsets.view("u8"), address
+    target, source = (remote, local) if op.write else (local, remote)
+    return queue.copy_spans(
+        target[0],
+        source[0],
+        op.lengths,
+        target_base=target[1],
+        source_base=source[1],
+        length=op.length,
+    )
 
 
 def cut_long(local: U64, remote: U64, lengths: I64) -> tuple[U64, U64, I64]:

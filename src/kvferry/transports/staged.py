@@ -29,7 +29,7 @@ from kvferry.transports.stream import StreamedTransport
 _BELL = struct.Struct("<IIQ")
 _FULL, _FREE = 1, 2
 RING_BYTES_MAX = 1 << 30
-IN_FLIGHT = 1
+IN_FLIGHT = 2
 """So many slots may be filling, by a device, while the next one is begun."""
 
 
