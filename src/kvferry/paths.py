@@ -24,7 +24,8 @@ class Paths:
     """Speeds and demotions per peer and path; one per engine.
 
     process, host: of the engine, to be compared with a peer's. trials: what trials between two
-    other processes of this host showed, which stands for every peer on it.
+    other processes of this host showed, which stands for every peer on it in
+    another process.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Paths:
             if until > now:
                 demoted[name, direction] = why
         trials: Mapping[PathKey, Tried] = {}
-        if facts.same_host:
+        if facts.same_host and not facts.same_process:
             trials = self._trials.between(place_of(local), place_of(remote))
         return planner.rank(
             facts,

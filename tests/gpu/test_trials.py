@@ -10,6 +10,7 @@ import pytest
 
 from kvferry import Engine, EngineConfig
 from kvferry.doctor.devices import look_in_child
+from kvferry.engine import PROCESS
 from kvferry.trials import cache
 from kvferry.trials.run import run_and_keep
 
@@ -57,10 +58,12 @@ def test_an_engine_uses_what_was_kept(kept, engine_directory, cuda):
     cuda.use(0)
     gpu = facts.seen[0].uuid
     config = {"directory": engine_directory, "cache_dir": directory}
-    with Engine(EngineConfig(**config)) as near, Engine(EngineConfig(**config)) as far:
-        owned = far.allocate(1 << 20, device=gpu)
-        local = near.allocate(1 << 20, device=gpu)
-        plan = near.plan(local, near.connect(far.addresses[0]).region(owned.ref))
+    with Engine(EngineConfig(**config)) as near:
+        PROCESS.renew()  # As if the other engine had a process of its own; nothing is moved.
+        with Engine(EngineConfig(**config)) as far:
+            owned = far.allocate(1 << 20, device=gpu)
+            local = near.allocate(1 << 20, device=gpu)
+            plan = near.plan(local, near.connect(far.addresses[0]).region(owned.ref))
     staged = next(path for path in plan.paths if path.transport == "staged")
     assert " in a trial on " in staged.reason
 

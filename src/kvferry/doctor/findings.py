@@ -22,7 +22,10 @@ _PEERS_FIX = (
 _SHARE_FIX = (
     "mount one directory into all containers and name it by KVFERRY_DIRECTORY; same user, or root"
 )
+_DIRECTORY_FIX = "set KVFERRY_DIRECTORY to a short path that only this user can write to"
 _REASONS = (
+    ("passed before every pair", "run it again, with more time (--limit-s)"),
+    ("directory=", _DIRECTORY_FIX),
     ("brought", "what others copy between these memories directly is wrong as well, so set "
      "NCCL_P2P_DISABLE=1 for them until it is mended; " + _PEERS_FIX),
     ("did not end within", "`kvferry explain --again` tries it once more, when the machine has "
@@ -85,7 +88,7 @@ def _run_directory(facts: Facts) -> Iterator[Finding]:
             "error",
             f"the run directory {run.directory} cannot be used: {run.problem}",
             "engines of one host meet there; none starts without it",
-            "set KVFERRY_DIRECTORY to a short path that only this user can write to",
+            _DIRECTORY_FIX,
         )
     for engine in run.engines:
         if engine.state == "stopped":
@@ -161,24 +164,32 @@ def _kinds(trial: Trial) -> str:
 
 
 def _unserved(facts: Facts, services: list[Service]) -> Iterator[Finding]:
+    unknown: list[Service] = []
     for service in services:
         plans = [plan for plan in (service.pull, service.push) if plan is not None]
         if service.path is not None:
             continue
         where = f"from {name_of(facts, service.source)} to {name_of(facts, service.target)}"
         if not plans:
-            yield Finding(
-                "warning",
-                f"paths {where} are not known",
-                service.why or "nothing was tried",
-                "run it again, with more time (--limit-s)" if "limit" in service.why else "",
-            )
+            unknown.append(service)
             continue
         yield Finding(
             "error",
             f"no path serves bytes {where}",
             "; ".join(f"{name}: {why}" for name, why in plans[0].rejected.items()),
             "allow tcp, which needs the least: KVFERRY_TRANSPORTS, KVFERRY_LISTEN",
+        )
+    for why in dict.fromkeys(service.why for service in unknown):
+        ways = [
+            f"{name_of(facts, service.source)} -> {name_of(facts, service.target)}"
+            for service in unknown
+            if service.why == why
+        ]
+        yield Finding(
+            "warning",
+            f"paths are not known: {', '.join(ways)}",
+            why or "nothing was tried",
+            fix_of(why) or "",
         )
 
 

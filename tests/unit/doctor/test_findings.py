@@ -15,6 +15,7 @@ from kvferry.trials.records import HOST, Trial
 from .systems import LAPTOP
 
 A, B = "GPU-1", "GPU-2"
+LATE = "the limit of 1 s passed before every pair was reached"
 GPUS = DeviceFacts(driver="570", gpus=(Gpu(A, "x", 0), Gpu(B, "x", 1)))
 WITH_GPUS = replace(LAPTOP, devices=GPUS)
 GOOD = Service(HOST, HOST, pull=Plan((RankedPath("shm", "pull", 1.0, "fine"),), {}))
@@ -57,11 +58,15 @@ def test_wrong_bytes_are_the_worst_and_one_finding_for_all_pairs() -> None:
 
 def test_a_pair_that_nothing_serves_is_an_error_and_an_unknown_one_a_warning() -> None:
     none = Service(A, HOST, pull=Plan((), {"tcp": "not enabled here"}), push=Plan((), {}))
-    unknown = Service(HOST, A, why="the limit of 1 s passed")
-    found = find(WITH_GPUS, [GOOD, unknown, none], [])[:2]
+    unknown = [Service(a, b, why=LATE) for a, b in ((HOST, A), (A, B))]
+    found = find(WITH_GPUS, [GOOD, *unknown, none], [])[:2]
     assert [(item.level, item.title, item.why) for item in found] == [
         ("error", "no path serves bytes from cuda:0 to host", "tcp: not enabled here"),
-        ("warning", "paths from host to cuda:0 are not known", "the limit of 1 s passed"),
+        (
+            "warning",
+            "paths are not known: host -> cuda:0, cuda:0 -> cuda:1",
+            "the limit of 1 s passed",
+        ),
     ]
     assert "--limit-s" in found[1].fix
 

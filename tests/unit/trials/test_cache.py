@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvferry import Engine
+from kvferry.engine import PROCESS
 from kvferry.trials import cache
 from kvferry.trials.records import Trial
 
@@ -80,6 +83,28 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     why = cache.save(str(tmp_path / "file" / "folder"), [GOOD])
     assert why.startswith("results of trials cannot be kept in ")
+
+
+@pytest.mark.parametrize("same_process", [False, True])
+def test_engines_plan_by_what_is_kept_for_peers_in_other_processes(
+    same_process: bool, make_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    zeros = Trial("shm", "pull", "host", "host", NOW, why="brought zeros", is_wrong=True)
+    slow = Trial("tcp", "pull", "host", "host", NOW, 1e9)
+    cache.save(str(tmp_path), [zeros, slow])
+    near = make_engine("near", "shm", "tcp", cache_dir=str(tmp_path))
+    if not same_process:
+        PROCESS.renew()
+    far = make_engine("far", "shm", "tcp")
+    local, owned = near.allocate(4096), far.allocate(4096, access="read-write")
+    there = near.connect(far.addresses[0]).region(owned.ref)
+    reading, writing = near.plan(local, there), near.plan(local, there, write=True)
+    assert writing.paths[0].name == "shm/push"
+    if same_process:
+        assert reading.paths[0].name == "shm/pull"
+    else:
+        assert reading.rejected["shm"] == "a trial on 2027-01-15 brought zeros"
+        assert reading.paths[0].reason.startswith("1 GB/s in a trial on 2027-01-15")
 
 
 def test_old_files_go_away(tmp_path: Path) -> None:
