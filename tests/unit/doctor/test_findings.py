@@ -65,7 +65,7 @@ def test_a_pair_that_nothing_serves_is_an_error_and_an_unknown_one_a_warning() -
         (
             "warning",
             "paths are not known: host -> cuda:0, cuda:0 -> cuda:1",
-            "the limit of 1 s passed",
+            LATE,
         ),
     ]
     assert "--limit-s" in found[1].fix
