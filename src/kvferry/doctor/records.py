@@ -158,7 +158,8 @@ class Service:
 
     source, target: places, ``"host"`` or UUIDs, or an engine's address. pull: the ranking when the
     target's side moves the bytes, as in a hand-off; push: when the source's side does. None where
-    it is not known, and then why.
+    it is not known, and then why. stand_in: the place between two processes of which trials were
+    made in its stead; "" when its own ends were tried.
     """
 
     source: str
@@ -166,6 +167,7 @@ class Service:
     pull: Plan | None = None
     push: Plan | None = None
     why: str = ""
+    stand_in: str = ""
 
     @property
     def path(self) -> RankedPath | None:

@@ -18,7 +18,8 @@ def trial_of(service: Service, book: TrialBook) -> Trial | None:
     path = service.path
     if path is None:
         return None
-    local, remote = service.target, service.source
+    local = service.stand_in or service.target
+    remote = service.stand_in or service.source
     if path.direction == "push":
         local, remote = remote, local
     return book.get((path.transport, path.direction, local, remote))

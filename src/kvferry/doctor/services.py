@@ -148,6 +148,7 @@ def services_with(
     On the same host the trials between two processes of one's own stand for that engine.
     """
     plans: dict[str, Plan] = {}
+    stand_in = place if met.same_host else ""
     kind = HOST if place == HOST else "cuda"
     for direction in ("pull", "push"):
         pair = PairFacts(
@@ -168,6 +169,6 @@ def services_with(
         plan = planner.rank(pair, offered, nbytes=NBYTES, spans=BLOCKS, trials=trials)
         plans[direction] = Plan(plan.paths, {**plan.rejected, **unusable})
     return [
-        Service(met.address, place, pull=plans["pull"]),
-        Service(place, met.address, push=plans["push"]),
+        Service(met.address, place, pull=plans["pull"], stand_in=stand_in),
+        Service(place, met.address, push=plans["push"], stand_in=stand_in),
     ]

@@ -73,3 +73,12 @@ def test_a_trial_proves_the_path_of_its_own_direction_only() -> None:
     right = Trial("shm", "push", "a", "b", 1.8e9, 1e9)
     assert report.trial_of(service, TrialBook([wrong])) is None
     assert report.trial_of(service, TrialBook([wrong, right])) == right
+
+
+def test_a_trial_of_a_stand_in_proves_the_path_too() -> None:
+    path = RankedPath("shm", "push", 1.0, "fine")
+    trial = Trial("shm", "push", HOST, HOST, 1.8e9, 1e9)
+    service = Service(HOST, "unix:/x", push=Plan((path,), {}))
+    assert report.trial_of(service, TrialBook([trial])) is None
+    service = Service(HOST, "unix:/x", push=Plan((path,), {}), stand_in=HOST)
+    assert report.trial_of(service, TrialBook([trial])) == trial

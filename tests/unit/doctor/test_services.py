@@ -93,6 +93,7 @@ def test_an_engine_on_this_host_is_served_by_what_trials_proved() -> None:
     unusable = {"x": "not enabled here"}
     here, there = services.services_with(MET, HOST, CAN, unusable, book)
     assert (here.source, here.target, there.source) == ("unix:/x", HOST, HOST)
+    assert here.stand_in == there.stand_in == HOST
     assert here.path is not None
     assert here.path.name == "tcp/pull"
     assert here.pull is not None
@@ -133,6 +134,7 @@ def test_memory_of_a_gpu_is_taken_for_the_same_gpu() -> None:
 
 def test_an_engine_far_away_is_not_proven_and_rdma_is_told() -> None:
     far = replace(MET, same_host=False)
+    assert services.services_with(far, HOST, CAN, {}, TrialBook())[0].stand_in == ""
     assert "nothing was tried" in services.about(far, HOST, LAPTOP)
     assert services.about(far, HOST, LAPTOP).endswith("there is no RDMA device here")
     facts = replace(LAPTOP, links=LinkFacts(rdma=("mlx5_0",)))
