@@ -60,6 +60,7 @@ def test_without_a_driver_the_kernel_still_names_gpus() -> None:
     assert look(lambda: FakeCuda(0)).missing == "this process sees no GPU"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "why"),
     [

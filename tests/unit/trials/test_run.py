@@ -60,6 +60,7 @@ def test_what_the_child_says_is_taken_in() -> None:
     assert said == [f"trying {path}/pull between host and host" for path in "ab"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("do", "why"),
     [
@@ -79,6 +80,7 @@ def test_a_path_that_ends_or_hangs_its_process_is_named_and_the_rest_is_tried(
     assert (outcome.problem, len(outcome.plans)) == ("", 2)
 
 
+@pytest.mark.slow
 def test_the_limit_for_all_blames_no_path() -> None:
     outcome = attempt("time.sleep(30)", limit_s=0.3)
     assert outcome.new == []
