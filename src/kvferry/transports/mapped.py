@@ -36,8 +36,8 @@ PIECE_BYTES = 64 << 20
 """An abort or a deadline is noticed after so many bytes at the latest: about 6 ms. Smaller pieces
 cost the second thread of a copy a tenth of its use, since each piece starts it anew.
 """
-INLINE_SPANS_MAX = 1 << 17
-"""Longer lists are written out for a device by a mover: that takes over half a millisecond."""
+INLINE_SPANS_MAX = 1 << 12
+"""Longer lists are written out for a device by a mover: that takes 0.1 ms and more."""
 THREADS_FROM_BYTES = 8 << 20
 """From here on a second thread is worth its start."""
 
@@ -106,7 +106,8 @@ class MappedTransport(Transport):
             move, is_short = self._move, op.nbytes <= services.config.inline_bytes_max
         else:
             # The device does the work, so that beginning it takes no longer than a hand-over.
-            move, is_short = self._take_off, op.lengths.size <= INLINE_SPANS_MAX
+            move = self._take_off
+            is_short = op.resident is not None or op.lengths.size <= INLINE_SPANS_MAX
         if is_short and is_mapped:
             move(op)
             return
