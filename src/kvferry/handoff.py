@@ -161,6 +161,7 @@ class Claim:
     owner: HandOff = field(repr=False)
     peer: Peer | None = None
     transfer: Transfer | None = None
+    is_reading: bool = False
     stop: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -321,7 +322,6 @@ class HandOff:
         labels: tuple[str, ...] = (),
     ) -> Claim:
         engine = self.engine
-        engine.check_open()
         now = engine.clock.now()
         deadline = now + limit_s
         claim_id = self._new_id()
@@ -329,6 +329,8 @@ class HandOff:
         claim = Claim(claim_id, offer_id, table, n_tokens, on_end, now, deadline, self)
         addresses = [_numeric(text) for text in ours.addresses]
         with engine.locked():
+            # Under the lock, or the close could come before the dial: an error here, and an end.
+            engine.check_open()
             if self._closed:
                 raise ClosedError("the hand-off is closed")
             if len(self._claims) >= CLAIMS_MAX:
@@ -483,7 +485,10 @@ class HandOff:
             if error is not None:
                 self._finish_read(claim, error.located(stage="describe"))
 
-        self.engine.describe(peer, payload.ref, claim.deadline, read)
+        try:
+            self.engine.describe(peer, payload.ref, claim.deadline, read)
+        except KVFerryError as error:
+            self._read_ended(claim, error.located(stage="describe"))
 
     def _read_plan(self, claim: Claim, granted: messages.Granted) -> tuple[_Payload, Spans, Spans]:
         """What prefill says lies where, checked, and the spans on both sides."""
@@ -517,8 +522,10 @@ class HandOff:
         self, claim: Claim, mine: Spans, region: RemoteRegion, theirs: Spans
     ) -> KVFerryError | None:
         left = claim.deadline - self.engine.clock.now()
-        if claim.stop:
-            return AbortedError("the claim was ended before its reading began")
+        with self.engine.locked():
+            if claim.stop:
+                return None  # It has ended: see _abort_read.
+            claim.is_reading = True
         try:
             transfer = self.engine.read(
                 self.pool,
@@ -553,6 +560,9 @@ class HandOff:
         claim.stop = True
         if claim.transfer is not None:
             claim.transfer.cancel()
+        elif not claim.is_reading:
+            # It waits for a description, which a frozen peer does not send, and will not begin.
+            self._read_ended(claim, None)
 
     def _offer_ended(self, action: OfferEnded) -> None:
         offer = self._offer_of.pop(action.offer_id)

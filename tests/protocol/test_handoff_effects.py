@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.errors import AbortedError, ClosedError, PeerLostError, UsageError
+from kvferry.errors import (
+    AbortedError,
+    BusyError,
+    ClosedError,
+    DeadlineError,
+    PeerLostError,
+    UsageError,
+)
 from kvferry.handoff import ClaimEnd, HandOff, OfferEnd
 from kvferry.layout import KVGeometry
 from kvferry.testing.conformance import wait_until
@@ -155,3 +162,66 @@ def test_a_peer_that_is_lost_before_it_is_asked(
     assert isinstance(error, PeerLostError)
     assert error.stage == "connect"
     assert len(decode._claims) == 0
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+def test_a_claim_whose_description_never_comes_ends_when_it_is_told_to(
+    sides: tuple[HandOff, HandOff], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Prefill was frozen after its grant: nothing is read yet, so nothing need be waited for."""
+    prefill, decode = sides
+    replies: list[Any] = []
+    asked = threading.Event()
+
+    def describe_never(_peer: Any, _ref: bytes, _deadline: float, reply: Any) -> None:
+        replies.append(reply)
+        asked.set()
+
+    monkeypatch.setattr(decode.engine, "describe", describe_never)
+    offered, claimed = Ends(), Ends()
+    offer = prefill.offer([1, 2], 8, on_end=offered)
+    limit_s = 0.1 if how == "deadline" else 30.0
+    claim = decode.claim(offer.params, [0, 3], 8, on_end=claimed, deadline_s=limit_s)
+    assert asked.wait(5.0)
+    if how == "cancel":
+        claim.cancel()
+    error = claimed.one().error
+    assert isinstance(error, DeadlineError if how == "deadline" else AbortedError)
+    assert offered.one().code == "released"
+    replies[0](None, PeerLostError("it came after all"))
+    assert len(claimed.all) == 1
+    assert idle(decode)
+
+
+def test_a_description_that_cannot_be_asked_for_ends_the_claim(
+    sides: tuple[HandOff, HandOff], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else: what came in the same packet is still heard."""
+    prefill, decode = sides
+    monkeypatch.setattr("kvferry.peers.PENDING_MAX", 0)
+    offered, claimed = Ends(), Ends()
+    offer = prefill.offer([1, 2], 8, on_end=offered)
+    decode.claim(offer.params, [0, 3], 8, on_end=claimed, deadline_s=30.0)
+    assert isinstance(claimed.one().error, BusyError)
+    assert offered.one().code == "released"
+
+
+def test_a_claim_that_meets_the_close_is_refused_and_has_no_end(
+    sides: tuple[HandOff, HandOff], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The close may begin at any point of a claim; it is either refused or ended, not both."""
+    prefill, decode = sides
+    offer = prefill.offer([1], 4, on_end=Ends())
+    claimed = Ends()
+    new_id = decode._new_id
+
+    def close_begins() -> bytes:
+        decode.engine._closed = True
+        return new_id()
+
+    monkeypatch.setattr(decode, "_new_id", close_begins)
+    with pytest.raises(ClosedError):
+        decode.claim(offer.params, [1], 4, on_end=claimed)
+    decode.close()
+    decode.engine._closed = False
+    assert claimed.all == []
