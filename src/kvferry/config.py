@@ -87,8 +87,8 @@ class EngineConfig:
     copy_threads: int = 0
     ring_bytes: int = 1 << 20
     ring_slots: int = 4
-    device_ring_bytes: int = 8 << 20
-    device_ring_slots: int = 6
+    device_ring_bytes: int = 16 << 20
+    device_ring_slots: int = 4
     device_blocks: int = 0
     dump_dir: str = ""
     cache_dir: str = ""

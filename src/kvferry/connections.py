@@ -306,7 +306,7 @@ class Connections:
 
         with self._engine.locked():
             for peer in self.open_peers():
-                if peer.caller and not peer.reached_at.isdisjoint(addresses):
+                if self._may_use(peer) and not peer.reached_at.isdisjoint(addresses):
                     return peer
             deadline = self._engine.clock.now() + timeout_s
             self.dial(addresses, b"", reply, deadline)
@@ -326,7 +326,7 @@ class Connections:
         """Reach a peer at any address; ``reply`` comes once, without the lock."""
         with self._engine.locked():
             for peer in self._peers.get(expected, []) if expected else []:
-                if peer.caller and peer.is_open():
+                if self._may_use(peer):
                     self._engine.later(partial(reply, peer, None))
                     return
             for dial in self._dialling:
@@ -434,6 +434,10 @@ class Connections:
             if peer is not other and peer.caller and peer.is_open():
                 return peer
         return None
+
+    def _may_use(self, peer: Peer) -> bool:
+        """Whether we made this connection, and it is not about to be replaced."""
+        return peer.caller and peer.is_open() and self.upgrading(peer) is None
 
     def upgrading(self, peer: Peer) -> Dial | None:
         """The dial that is about to replace this connection by a better one."""

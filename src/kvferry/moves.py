@@ -268,8 +268,10 @@ class Moves:
             if error is not None:
                 move.trail.note("failed_path", move.path.name, error.code, str(error), bytes_done)
             if error is None and move.checksum != "off":
-                self._verify(move)
-                return
+                if move.stop is None:
+                    self._verify(move)
+                    return
+                error = move.stop  # Bytes that nobody will compare are no success.
             if isinstance(error, StallError):
                 error = move.stop or error
             if error is not None:
@@ -289,8 +291,6 @@ class Moves:
         )
         move.trail.note("comparing")
         move.verification.start()
-        if move.stop is not None:
-            move.verification.stop(move.stop)
 
     def _verified(self, move: Move, error: KVFerryError | None) -> None:
         """A comparison has ended; under the lock."""

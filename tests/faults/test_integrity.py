@@ -20,7 +20,7 @@ from kvferry.testing.conformance import wait_until
 from kvferry.transports.base import Capabilities
 from kvferry.transports.inproc import InprocTransport
 
-from .helpers import Ends
+from .helpers import Ends, Held
 
 BLOCK = 4096
 NBYTES = 64 * BLOCK
@@ -321,3 +321,19 @@ def test_a_claim_of_wrong_bytes_fails_and_prefill_gets_its_blocks_back(make_engi
     assert (end.error.stage, end.extra) == ("verify", {})
     assert offered.one().code == "released"
     assert decode.statistics()["ended"] == {"claim_corrupt": 1}
+
+
+def test_a_path_that_succeeds_after_its_peer_was_lost_is_not_compared_and_ends_once(make_engine):
+    near = make_engine("near", "held", extra={"held": (held := Held())})
+    far = make_engine("far", "held", extra={"held": Held()})
+    held.ends_on_abort = False
+    local, owned = near.allocate(NBYTES), far.allocate(NBYTES)
+    whole = Spans.whole(NBYTES)
+    remote = near.connect(far.addresses[0]).region(owned.ref)
+    transfer = near.read(local, whole, remote, whole, checksum="full")
+    far.close()
+    wait_until(lambda: held.aborted, "the loss was not noticed")
+    held.end(held.ops[0])
+    with pytest.raises(PeerLostError):
+        transfer.wait(5.0)
+    assert near.statistics()["running"] == near.statistics()["verified"] == 0

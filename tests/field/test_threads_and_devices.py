@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from kvferry.errors import DeviceError
 from kvferry.regions import Spans
 from kvferry.testing.conformance import wait_until
 from kvferry.testing.cuda import FakeCuda
+from kvferry.transports.base import Export
 
 NBYTES = 1 << 20
 WHOLE = Spans.whole(NBYTES)
@@ -199,3 +201,37 @@ def test_a_handle_that_is_refused_leads_to_another_path(make_world):
     assert transfer.wait(5.0) == NBYTES
     assert transfer.path == "staged/pull"
     assert (world.fake.view(target.region.address, NBYTES) == 4).all()
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_a_handle_of_less_memory_than_the_peer_says_is_never_read(make_world, which):
+    """The owner's description is the only word on the size, and a copy beyond it loses the device.
+
+    The second region finds the allocation open already, and is no more to be believed.
+    """
+    fake = FakeCuda()
+    world = make_world(fake, "cuda_ipc", "staged")
+    fake.use(0)
+    address = fake.alloc(NBYTES)
+    halves = [
+        world.far.register((address + at, NBYTES // 2), kind="cuda") for at in (0, NBYTES // 2)
+    ]
+    wrong = world.far.registry.find(halves[1].region.region_id, halves[1].region.token)
+    data = wrong.exports["cuda_ipc"].data
+    handle, nbytes, offset = msgspec.msgpack.decode(data)
+    lie = msgspec.msgpack.encode((handle, 2 * nbytes, offset + 1))
+    wrong.exports["cuda_ipc"] = Export(lie)
+    target = world.near.allocate(NBYTES // 2, device="cuda")
+    whole = Spans.whole(NBYTES // 2)
+    if which == "second":
+        remote = world.peer.region(halves[0].ref)
+        assert world.near.read(target, whole, remote, whole).wait(5.0) == NBYTES // 2
+    remote = world.peer.region(halves[1].ref)
+    transfer = world.near.read(target, whole, remote, whole)
+    assert transfer.wait(5.0) == NBYTES // 2
+    assert transfer.path == "staged/pull"
+    assert fake.held()["opened"] == (which == "second")
+    for half in halves:
+        half.close()
+    wait_until(lambda: not fake.held()["opened"], "still open")
+    fake.free(address)

@@ -1,3 +1,5 @@
+import os
+import socket
 import threading
 
 import pytest
@@ -87,3 +89,38 @@ def test_why_a_peer_went_is_kept_of_a_bounded_number(make_engine, monkeypatch):
     with pytest.raises(PeerLostError, match=r"owns this region \(stage") as untold:
         near.connections.find(fars[0].incarnation)
     assert untold.value.peer == ""
+
+
+@pytest.mark.parametrize("how", ["claim", "connect"])
+def test_a_connection_that_is_about_to_be_replaced_is_given_to_nobody(
+    make_engine, engine_directory, monkeypatch, how
+):
+    """It ends as soon as the better one is there, and everything on it with it."""
+    near, far = make_engine("near"), make_engine("far")
+    tcp = next(text for text in far.addresses if text.startswith("tcp"))
+    answers, came = [], threading.Semaphore(0)
+
+    def reply(peer, _error):
+        answers.append(peer)
+        came.release()
+
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(os.path.join(engine_directory, "mute"))
+        mute.listen(8)
+        place = Address("unix", mute.getsockname())
+        monkeypatch.setattr(near.connections, "unix_address_of", lambda _peer: place)
+        near.connect_nowait([Address.parse(tcp)], far.incarnation, reply, near.clock.now() + 30)
+        wait_until(lambda: near.connections.count() == 1, "the first connection never came")
+        if how == "claim":
+            near.connect_nowait([Address.parse(tcp)], far.incarnation, reply, near.clock.now() + 30)
+        else:
+            caller = threading.Thread(target=lambda: reply(near.connect(tcp), None))
+            caller.start()
+        assert not came.acquire(timeout=0.05)
+    # Nobody answers at the better address after all.
+    for _ in range(2):
+        assert came.acquire(timeout=5.0)
+    if how == "connect":
+        caller.join(5.0)
+    assert answers[0] is answers[1]
+    assert answers[0].is_open()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvferry.memory.devices import Devices
 from kvferry.regions import I64, U64
 
 SETTLE_S = 10.0
-"""A device that has not landed a copy after so long will not."""
+"""How long digests wait for a device before they are given up."""
 
 
 class Landing(Protocol):
@@ -126,6 +126,10 @@ class DevicePlace:
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
     def close(self) -> None:
+        if not self._queue.is_idle():
+            # A late copy may still land in them, where the next user's bytes would be. They are
+            # left to the driver.
+            return
         for address in self._buffers:
             self._device.give_pinned(address)
 
@@ -146,10 +150,9 @@ def lend(devices: Devices, kind: str, device: str) -> Iterator[Place]:
 
 
 def settle(landings: list[Landing]) -> None:
-    """Wait for copies that must not go on when their memory is given back; errors are ignored,
-    since a device that fails copies nothing more."""
+    """Wait for copies that must not go on when their memory is given back, however long it takes: a
+    device that is busy with somebody else's work lands them at last, and until then their memory
+    is in quarantine. Errors are ignored, since a device that fails copies nothing more."""
     for landing in landings:
-        try:
-            landing.settle(SETTLE_S)
-        except DeviceError:
-            continue
+        with suppress(DeviceError):
+            landing.wait(_nothing)

@@ -214,7 +214,7 @@ class Offers:
         if offer_id in self._offers or offer_id in self._finished:
             raise UsageError("an offer id is used once")
         self._offers[offer_id] = _Offer(offer_id, payload, expires_at)
-        heapq.heappush(self._dues, (expires_at, offer_id))
+        self._add_due(expires_at, offer_id)
 
     def claim(self, session: Session, message: Claim, now: float) -> list[Action]:
         offer = self._offers.get(message.offer_id)
@@ -300,7 +300,14 @@ class Offers:
 
     def _extend(self, offer: _Offer, now: float) -> None:
         offer.due = now + self.lease_s
-        heapq.heappush(self._dues, (offer.due, offer.offer_id))
+        self._add_due(offer.due, offer.offer_id)
+
+    def _add_due(self, due: float, offer_id: bytes) -> None:
+        if len(self._dues) > 1024 + 2 * len(self._offers):
+            # Most of these have ended: with far times they would stay for long.
+            self._dues = [(offer.due, offer.offer_id) for offer in self._offers.values()]
+            heapq.heapify(self._dues)
+        heapq.heappush(self._dues, (due, offer_id))
 
     def _step(self, offer: _Offer, event: str) -> None:
         offer.state = OFFER_TABLE[offer.state, event]

@@ -139,7 +139,7 @@ class CudaIpcTransport(MappedTransport):
             raise RegistrationError(f"the peer's export is malformed: {error}") from error
         good = 0 <= facts.offset <= facts.allocation_bytes - remote.nbytes
         if not good or (len(facts.handle) != HANDLE_BYTES and export.fd < 0):
-            raise RegistrationError("the peer's export does not fit its region")
+            raise _unfit()
         key = (remote.peer, remote.device, facts.handle or remote.region_id.to_bytes(8, "little"))
         try:
             opened = self._open(key, facts, export.fd)
@@ -149,6 +149,9 @@ class CudaIpcTransport(MappedTransport):
                 stage="map",
                 fix="containers need the same driver and one IPC namespace; other paths do not",
             ) from error
+        if facts.offset + remote.nbytes > opened.nbytes:
+            self._release(key)
+            raise _unfit()
         return Mapping(opened.address + facts.offset, release=lambda: self._release(key))
 
     def _open(self, key: tuple[bytes, str, bytes], facts: _Export, fd: int) -> _Opened:
@@ -160,13 +163,18 @@ class CudaIpcTransport(MappedTransport):
                 return opened
             device = self._services.devices.device(key[1])
             device.use()
+            nbytes = facts.allocation_bytes
             if facts.handle:
                 address = device.driver.ipc_open(facts.handle)
+                # What the peer says of a handle is not checked by the driver: see map().
+                try:
+                    nbytes = device.driver.pointer(address).nbytes
+                except DeviceError:
+                    device.driver.ipc_close(address)
+                    raise
             else:
-                ordinal = device.facts.ordinal
-                address = device.driver.vmm_import(ordinal, fd, facts.allocation_bytes)
-            opened = _Opened(device, address, facts.allocation_bytes, not facts.handle)
-            self._opened[key] = opened
+                address = device.driver.vmm_import(device.facts.ordinal, fd, nbytes)
+            opened = self._opened[key] = _Opened(device, address, nbytes, not facts.handle)
             return opened
 
     def _release(self, key: tuple[bytes, str, bytes]) -> None:
@@ -180,3 +188,7 @@ class CudaIpcTransport(MappedTransport):
                 opened.close()
             except DeviceError as error:
                 log.warning("a mapping of a peer's device memory was not closed: %s", error)
+
+
+def _unfit() -> RegistrationError:
+    return RegistrationError("the peer's export does not fit its region", stage="map")

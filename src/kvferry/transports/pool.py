@@ -110,6 +110,9 @@ class LanePool:
         with self.ready:
             if self.stopped is not None:
                 raise type(self.stopped)(self.stopped.message, stage="move")
+            if op.stop is not None:
+                # Whoever stopped it found nothing to interrupt here, and will not come again.
+                raise op.stop
             if len(self.waiting) >= config.lane_queue_max:
                 raise BusyError(
                     f"{len(self.waiting)} transfers wait for {self.transport.name} lanes to "

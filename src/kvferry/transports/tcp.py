@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, RegistrationError
+from kvferry.errors import PeerLostError, ProtocolError, RegistrationError
 from kvferry.protocol.messages import Hello
 from kvferry.regions import I64, U64, Region
 from kvferry.tls import TlsSocket
@@ -174,16 +174,12 @@ class TcpChannel(Channel):
         if number in (errno.EAGAIN, errno.EINTR):
             watch.check()
             return
-        raise _broken(number)
-
-
-def _broken(number: int) -> KVFerryError:
-    if number == errno.EFAULT:
-        return RegistrationError(
-            "the kernel cannot reach the registered memory (bad address)",
-            fix="the memory was freed, or it is device memory registered as host memory",
-        )
-    return PeerLostError(f"the lane broke: {os.strerror(number)}")
+        if number == errno.EFAULT:
+            raise RegistrationError(
+                "the kernel cannot reach the registered memory (bad address)",
+                fix="the memory was freed, or it is device memory registered as host memory",
+            )
+        raise OSError(number, os.strerror(number))
 
 
 def make_iovecs(addresses: U64, lengths: I64) -> U64:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -91,3 +93,33 @@ def test_settling_outlasts_a_device_that_fails_and_not_one_that_hangs(devices, f
 def test_a_device_that_is_not_here_is_refused(devices):
     with pytest.raises(DeviceError, match="cannot see"), lend(devices, "cuda", "GPU-x"):
         pass
+
+
+def test_settling_waits_for_a_busy_device_and_its_buffers_are_not_lent_meanwhile(
+    devices, fake, monkeypatch
+):
+    """A device that another process keeps busy lands a copy at last, wherever that is."""
+    monkeypatch.setattr("kvferry.memory.places.SETTLE_S", 0.01)
+    uuid, address, _ = memory(fake, "cuda")
+    one = np.array([address], np.uint64)
+    settled = threading.Event()
+    with lend(devices, "cuda", uuid) as place:
+        buffer = place.pinned(4096)
+        fake.late = 1 << 60
+        landing = place.gather(buffer.ctypes.data, one, np.array([10]))
+
+        def wait():
+            fake.use(0)
+            settle([landing])
+            settled.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert not settled.wait(0.05)
+    with lend(devices, "cuda", uuid) as other:
+        assert other.pinned(4096).ctypes.data != buffer.ctypes.data
+    fake.late = 0
+    assert settled.wait(5.0)
+    thread.join()
+    fake.host_free(buffer.ctypes.data)
+    fake.free(address)

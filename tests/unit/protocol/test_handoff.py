@@ -400,3 +400,18 @@ def test_a_refusal_says_what_became_of_the_offer(state: str, code: str) -> None:
     [action] = offers_in(state).claim("t", Claim(OTHER, OFFER), 1.0)
     assert isinstance(action, Send)
     assert action.message == Refused(OTHER, OFFER, code, REFUSALS[code])
+
+
+def test_times_of_offers_that_ended_do_not_pile_up() -> None:
+    """They would stay until their time, which may be hours away."""
+    offers = Offers(lease_s=LEASE_S)
+    offers.add(OFFER, b"where", expires_at=7.0)
+    for number in range(10_000):
+        offer_id = number.to_bytes(16, "big")
+        offers.add(offer_id, b"where", expires_at=3600.0)
+        offers.claim("s", Claim(CLAIM, offer_id), 0.0)
+        offers.confirm("s", Confirm(CLAIM, offer_id), 0.0)
+    assert len(offers) == 1
+    assert len(offers._dues) < 2000
+    assert offers.due() <= 7.0
+    assert [end.code for end in ended(offers.tick(7.0))] == ["expired"]

@@ -1,3 +1,5 @@
+import errno
+import os
 import socket
 import threading
 from types import SimpleNamespace
@@ -7,9 +9,10 @@ import pytest
 
 from kvferry.errors import AbortedError, DeadlineError, PeerLostError, ProtocolError
 from kvferry.protocol.messages import Done, Ready
+from kvferry.regions import Spans
 from kvferry.testing import FakeClock
 from kvferry.transports.channel import Watch
-from kvferry.transports.pool import Whole, check_answer
+from kvferry.transports.pool import Whole, broken, check_answer
 from kvferry.transports.staged import cut
 from kvferry.transports.tcp import CALL_BYTES, TcpChannel, make_iovecs
 
@@ -114,3 +117,44 @@ def test_closing_is_seen_at_the_other_end(services):
         near.receive_spans(address, np.array([16]), Watch(services, float("inf")))
     near.close()
     near.interrupt()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOBUFS, "transfer"), (errno.ECONNRESET, "peer_lost")]
+)
+def test_a_broken_call_of_a_lane_is_called_by_its_name(services, monkeypatch, number, kind):
+    """Also one that libc made: only a cut means that the peer may be gone."""
+    near, far = socket.socketpair()
+    with near, far:
+        channel = TcpChannel.__new__(TcpChannel)
+        channel.sock, channel._wakes_for = near, 1
+        monkeypatch.setattr("kvferry.transports.tcp.ctypes.get_errno", lambda: number)
+        watch = Watch(services, services.clock.now() + 5.0, None)
+        with pytest.raises(OSError, match=os.strerror(number)) as caught:
+            channel._explain(-1, watch)
+    assert broken(caught.value).code == kind
+
+
+def test_an_operation_that_is_stopped_on_its_way_to_the_queue_never_waits_there(make_engine):
+    """All lanes are busy, and the stop comes between the first look and the queue."""
+    near, far = make_engine("near", "tcp"), make_engine("far", "tcp")
+    region = near.connect(far.addresses[0]).region(far.allocate(4096).ref)
+    transport = near.transports["tcp"]
+    whole = Spans.whole(4096)
+    near.read(near.allocate(4096), whole, region, whole).wait(5.0)
+    (pool,) = transport._clients.values()
+    submit, queued = pool.submit, []
+
+    def late(op):
+        transport.abort(op, AbortedError("enough"))
+        try:
+            submit(op)
+        finally:
+            queued.extend(pool.waiting)
+
+    pool.submit = late
+    with pool.ready:  # No lane takes anything meanwhile.
+        transfer = near.read(near.allocate(4096), whole, region, whole)
+    with pytest.raises(AbortedError, match="enough"):
+        transfer.wait(5.0)
+    assert queued == []
