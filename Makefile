@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SETUP  := .stamps/setup
 
-.PHONY: setup demo test check bench bench-failures stress chaos fuzz coverage clean help
+.PHONY: setup demo test test-gpu check bench bench-gpu bench-failures stress soak chaos fuzz coverage clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -30,6 +30,14 @@ check: setup     ## style, types, size of the code
 bench: setup     ## measure against peers and limits; table and JSON
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.handoff_cost
+
+bench-gpu: setup ## device memory between two processes; needs a GPU
+	$(BIN)/python -m pip install -q ".[cuda]"
+	$(BIN)/python -m benchmarks.gpu
+
+test-gpu: setup  ## the tests that need a GPU, KILLS=13 for 52 killed processes
+	$(BIN)/python -m pip install -q ".[cuda]"
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 bench-failures: setup  ## break things under kvferry and its peers; table and JSON
 	$(BIN)/python -m benchmarks.failures

@@ -41,7 +41,8 @@ ALLOWED = {
     "movers": "errors",
     "paths": "clock regions planner transports.base trials.records",
     "trials": "errors config regions sockets memory planner transports engine registry kvferry",
-    "doctor": "errors config sockets memory planner transports trials engine peers protocol kvferry",
+    "doctor": "errors config sockets memory planner transports trials engine peers protocol "
+    "kvferry",
     **dict.fromkeys(
         ("peers", "registry", "dials", "connections", "integrity", "moves", "quarantine", "engine"),
         "errors clock config regions sockets protocol memory transports planner transfer prepared "
