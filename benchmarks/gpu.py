@@ -23,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu_rivals import POOL_BYTES, RIVAL_SPANS_MAX, GpuRival, rivals
 from kvferry import Engine, EngineConfig
 from kvferry.memory.cuda import CudaDevice, ResidentLists
 from kvferry.memory.cuda_driver import driver
@@ -175,10 +176,11 @@ class Limits:
         self.device.driver.host_free(self.host)
 
 
-def timed(run: Callable[[], None]) -> float:
+def timed(run: Callable[[], Any]) -> float:
+    """Seconds that it took, or that it says it took."""
     begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+    own = run()
+    return own if isinstance(own, float) else time.perf_counter() - begin
 
 
 def check(near: Near, device: CudaDevice, path: str, here: Spans, there: Spans) -> bool:
@@ -209,7 +211,9 @@ def check(near: Near, device: CudaDevice, path: str, here: Spans, there: Spans) 
     return bool(same)
 
 
-def measure(near: Near, limits: Limits, block: int, rounds: int) -> dict[str, Any]:
+def measure(
+    near: Near, limits: Limits, block: int, rounds: int, others: list[GpuRival]
+) -> dict[str, Any]:
     """One block size: every row in GB/s, and the shares of the limits of the same round."""
     nbytes = near.nbytes
     count = 1 if block == nbytes else min(nbytes // block, SPANS_MAX)
@@ -239,6 +243,12 @@ def measure(near: Near, limits: Limits, block: int, rounds: int) -> dict[str, An
     sizes["copy per block, one process"] = total
     for path in ("staged", "tcp"):
         sizes[f"kvferry {path}"] = lists[path][0].nbytes * DEPTH
+    if count > 1 and block >= 16 * KIB:
+        fewer = [rng.permutation(POOL_BYTES // block)[:RIVAL_SPANS_MAX] * block for _ in "12"]
+        for rival in others:
+            found = rival.prepare(*(Spans.of(offsets, block) for offsets in fewer))
+            if found is not None:
+                rows[rival.name], sizes[rival.name] = found
     for run in rows.values():
         run()
     verified = {path: check(near, limits.device, path, *lists[path]) for path in near.engines}
@@ -380,8 +390,16 @@ def main(total_mib: int, rounds: int, output: Path, host: bool) -> None:
         "rounds": rounds,
     }
     with tempfile.TemporaryDirectory() as directory:
+        others = rivals()
+        for rival in others:
+            rival.start()
         near, limits = Near(directory, nbytes), Limits(device, nbytes)
         result["cells"] = [measure(near, limits, block, rounds) for block in (*BLOCK_BYTES, nbytes)]
+        for rival in others:
+            rival.stop()
+            if rival.missing:
+                console.print(f"  {rival.name}: {rival.missing}", highlight=False, markup=False)
+        result["missing"] = {rival.name: rival.missing for rival in others if rival.missing}
         show(console, result["cells"], f"{facts.name}, device memory")
         result["costs_us"] = costs(near)
         result["interference"] = interference(near)
@@ -392,7 +410,7 @@ def main(total_mib: int, rounds: int, output: Path, host: bool) -> None:
         if host:
             near = Near(directory, 256 * MIB, "host")
             result["host_cells"] = [
-                measure(near, limits, block, rounds) for block in (16 * KIB, 64 * KIB)
+                measure(near, limits, block, rounds, []) for block in (16 * KIB, 64 * KIB)
             ]
             show(console, result["host_cells"], "host memory on the same machine")
             near.close()

@@ -488,6 +488,14 @@ class Engine:
         """See transports.base.Services."""
         self._movers.run(work)
 
+    def set_aside(self, work: Callable[[], None]) -> None:
+        """Do ``work`` in a mover, or here if none takes it. For the end of mappings: it waits for one
+        in the making, which takes long, and the control thread must hear other peers meanwhile."""
+        try:
+            self._movers.run(work)
+        except KVFerryError:
+            work()
+
     # -- time -------------------------------------------------------------------------------
 
     def _tick(self) -> float:
@@ -535,7 +543,9 @@ class Engine:
             return
         self.moves.on_peer_lost(peer, peer.lost or PeerLostError("the peer is gone"))
         for transport in self._transports.values():
-            self.later(partial(transport.disconnect, peer.incarnation))
+            leave = partial(transport.disconnect, peer.incarnation)
+            is_mapped = transport.capabilities().family == "mapped"
+            self.later(partial(self.set_aside, leave) if is_mapped else leave)
 
     @property
     def registry(self) -> Registry:

@@ -437,8 +437,7 @@ class Peer:
         # now: first nobody finds it any more, then transports let go, then it is closed.
         fds = [export.fd for export in region.exports.values() if export.fd >= 0]
         region.exports.clear()
-        # Without the lock: letting go waits for a mapping in the making, which can take long.
-        self.engine.later(partial(self._let_go, region, fds))
+        self.engine.later(partial(self.engine.set_aside, partial(self._let_go, region, fds)))
 
     def _let_go(self, region: RemoteRegion, fds: list[int]) -> None:
         self.engine.connections.forget(region)

@@ -448,3 +448,46 @@ def test_an_idle_lane_sleeps_until_it_is_used_or_closed(make_engine, monkeypatch
     began = time.monotonic()
     far.close()
     assert time.monotonic() - began < 1.0
+
+
+class Slowly(Unmappable):
+    """A mapped path whose mapping takes as long as the test likes."""
+
+    name = "slowly"
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def map(self, remote, *, writable):
+        self.begun.set()
+        assert self.go_on.wait(10.0)
+        self.broken = False
+        return super().map(remote, writable=writable)
+
+
+@pytest.mark.parametrize("what", ["peer", "region"])
+def test_a_mapping_in_the_making_keeps_nobody_waiting_but_its_own(make_engine, what):
+    """To map a large pool takes seconds, in which other peers must not count as silent, nor this
+    engine for them."""
+    slowly = Slowly()
+    near = make_engine("near", "slowly", extra={"slowly": slowly})
+    far = make_engine("far", "slowly", extra={"slowly": Slowly()})
+    other = make_engine("other", "tcp")
+    owned = far.allocate(MIB)
+    remote = near.connect(far.addresses[0]).region(owned.ref)
+    alive = near.connect(other.addresses[0])
+    transfer = near.read(near.allocate(MIB), WHOLE, remote, WHOLE)
+    try:
+        assert slowly.begun.wait(5.0)
+        if what == "peer":
+            far.close()
+            wait_until(lambda: not near.connections.has(far.incarnation), "the end went unnoticed")
+        else:
+            owned.close()
+            wait_until(lambda: not remote.exports, "the end went unnoticed")
+        assert alive.ping(2.0) < 2.0
+    finally:
+        slowly.go_on.set()
+    wait_until(transfer.is_done, "the transfer has no end")
+    wait_until(lambda: slowly.statistics()["mappings"] == 0, "a mapping is left")

@@ -173,6 +173,10 @@ class VirtualEngine(Engine):
         limit_s = self.config.transfer_s if deadline_s is None else deadline_s
         return self._virtual.reads.start(local_spans, remote, remote_spans, limit_s)
 
+    def set_aside(self, work: Callable[[], None]) -> None:
+        """There is one thread only."""
+        work()
+
     def on_message(self, peer: Peer, message: Any) -> None:
         self._virtual.world.note(self._virtual.name, "hears", message)
         super().on_message(peer, message)
