@@ -489,8 +489,11 @@ class Engine:
         self._movers.run(work)
 
     def set_aside(self, work: Callable[[], None]) -> None:
-        """Do ``work`` in a mover, or here if none takes it. For the end of mappings: it waits for one
-        in the making, which takes long, and the control thread must hear other peers meanwhile."""
+        """Do ``work`` in a mover, or here if none takes it.
+
+        For the end of mappings: it waits for one in the making, which takes long, and the control
+        thread must hear other peers meanwhile.
+        """
         try:
             self._movers.run(work)
         except KVFerryError:
