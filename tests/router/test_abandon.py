@@ -1,6 +1,7 @@
 """Prefill is told when nobody will claim what it offered, and is left alone otherwise."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from fake_workers import (
@@ -16,6 +17,9 @@ from fake_workers import (
     streams,
     until,
 )
+
+from kvferry.router.abandon import TELL_S, Abandoner
+from kvferry.router.legs import ATTEMPT_HEADER
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(stalls, answers), (offers, stalls)])
@@ -119,5 +123,38 @@ def test_a_prefill_that_does_not_hear_it_is_told_again():
             await until(lambda: len(made.prefill[0].abandoned) == 3)
             await until(lambda: not made.router._abandoner._tasks)
             assert len(set(made.prefill[0].abandoned)) == 1
+
+    run(body())
+
+
+def test_a_frozen_worker_takes_no_more_than_its_share_of_connections():
+    """Many clients leave, and the worker that they were at hears nothing: others still do."""
+
+    async def body():
+        begun = []
+        go_on = asyncio.Event()
+
+        class Silent:
+            def post(self, _url, *, headers, timeout):
+                assert timeout.total == TELL_S
+                begun.append(headers[ATTEMPT_HEADER])
+                return self
+
+            async def __aenter__(self):
+                await go_on.wait()
+
+            async def __aexit__(self, *_error):
+                return None
+
+        abandoner = Abandoner(Silent())
+        frozen, other = (SimpleNamespace(name=name, url=f"http://{name}") for name in "fo")
+        for number in range(100):
+            abandoner.tell(frozen, str(number))
+        abandoner.tell(other, "other")
+        await until(lambda: "other" in begun)
+        assert sorted(begun) == ["0", "1", "other"]
+        go_on.set()
+        await until(lambda: len(begun) == 101)
+        await abandoner.stop()
 
     run(body())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 import aiohttp
 
@@ -18,6 +19,10 @@ PAUSE_S = 1.0
 LIFE_S = 60.0
 """After so long an offer has expired by itself."""
 WAITING_MAX = 4096
+AT_ONCE = 2
+"""So many messages are on their way to one worker: all of those to a frozen one would take the
+connections that requests and health checks of the others need.
+"""
 
 
 class Abandoner:
@@ -30,6 +35,7 @@ class Abandoner:
         self._session = session
         self._pause_s = pause_s
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turns: dict[str, asyncio.Semaphore] = {}
 
     def tell(self, worker: Worker, attempt: str) -> None:
         """Start telling ``worker`` that ``attempt`` is over. Does not wait."""
@@ -49,20 +55,26 @@ class Abandoner:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _tell(self, worker: Worker, attempt: str) -> None:
-        loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + LIFE_S
-        while loop.time() < give_up_at:
+        turns = self._turns.setdefault(worker.url, asyncio.Semaphore(AT_ONCE))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LIFE_S):
+                while not await self._tell_once(worker, attempt, turns):
+                    await asyncio.sleep(self._pause_s)
+
+    async def _tell_once(self, worker: Worker, attempt: str, turns: asyncio.Semaphore) -> bool:
+        """Whether nothing more is to be told."""
+        timeout = aiohttp.ClientTimeout(total=TELL_S)
+        headers = {ATTEMPT_HEADER: attempt}
+        url = worker.url + ABANDON_PATH
+        async with turns:
             try:
-                timeout = aiohttp.ClientTimeout(total=TELL_S)
-                headers = {ATTEMPT_HEADER: attempt}
-                url = worker.url + ABANDON_PATH
                 async with self._session.post(url, headers=headers, timeout=timeout):
-                    return
+                    return True
             except aiohttp.ClientConnectorError as problem:
                 # Its process is gone, and what it offered with it.
                 log.debug(
                     "prefill %s was not told to abandon %s: %s", worker.name, attempt, problem
                 )
-                return
+                return True
             except (aiohttp.ClientError, TimeoutError):
-                await asyncio.sleep(self._pause_s)
+                return False
