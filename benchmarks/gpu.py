@@ -394,7 +394,9 @@ def main(total_mib: int, rounds: int, output: Path, host: bool) -> None:
         for rival in others:
             rival.start()
         near, limits = Near(directory, nbytes), Limits(device, nbytes)
-        result["cells"] = [measure(near, limits, block, rounds) for block in (*BLOCK_BYTES, nbytes)]
+        result["cells"] = [
+            measure(near, limits, block, rounds, others) for block in (*BLOCK_BYTES, nbytes)
+        ]
         for rival in others:
             rival.stop()
             if rival.missing:

@@ -364,7 +364,8 @@ class Moves:
         if error is None:
             self.counts["bytes"] += op.nbytes
             self.bytes_by_path[path.name] = self.bytes_by_path.get(path.name, 0) + op.nbytes
-            if op.nbytes >= RATE_FROM_BYTES and move.moving_s > 0:
+            is_known = self._engine.connections.has(op.remote.peer)  # Else it is forgotten already.
+            if op.nbytes >= RATE_FROM_BYTES and move.moving_s > 0 and is_known:
                 key = (op.peer.incarnation, path.transport, path.direction)
                 self._paths.measured(*key, op.nbytes / move.moving_s)
         else:

@@ -299,15 +299,37 @@ def test_a_peer_that_never_reads_is_left(make_engine, monkeypatch):
 # -- lanes ---------------------------------------------------------------------------------------
 
 
-def hostile_lane(engine, purpose="tcp"):
-    """A raw lane of a peer that has a session."""
+def hostile_lanes(engine, count, purpose="tcp"):
+    """The session of a peer, and raw lanes of it."""
     incarnation = os.urandom(16)
     control = raw_connect(engine.addresses[1])
     control.sendall(raw_hello(incarnation=incarnation))
     key = read_message(control).key
-    lane = raw_connect(engine.addresses[1])
-    lane.sendall(raw_hello(incarnation=incarnation, purpose=purpose, key=key))
-    return control, lane
+    lanes = [raw_connect(engine.addresses[1]) for _ in range(count)]
+    for lane in lanes:
+        lane.sendall(raw_hello(incarnation=incarnation, purpose=purpose, key=key))
+    return control, *lanes
+
+
+def hostile_lane(engine, purpose="tcp"):
+    """A raw lane of a peer that has a session."""
+    return hostile_lanes(engine, 1, purpose)
+
+
+def test_lanes_of_one_peer_are_bounded(make_engine, monkeypatch, caplog):
+    """Each takes a thread. Other peers still get theirs."""
+    monkeypatch.setattr("kvferry.transports.stream.SERVED_MAX", 2)
+    engine = make_engine("far", "tcp")
+    socks = hostile_lanes(engine, 3)
+    assert all(isinstance(read_message(lane), Hello) for lane in socks[1:])
+    wait_until(lambda: "2 lanes of this peer are served" in caplog.text, "nobody was refused")
+    assert engine.transports["tcp"].statistics()["lanes_served"] == 2
+    others = hostile_lanes(engine, 2)
+    assert all(isinstance(read_message(lane), Hello) for lane in others[1:])
+    wait_until(lambda: engine.transports["tcp"].statistics()["lanes_served"] == 4, "not served")
+    for sock in (*socks, *others):
+        sock.close()
+    wait_until(lambda: engine.transports["tcp"].statistics()["lanes_served"] == 0, "a lane is left")
 
 
 def test_hostile_moves_are_refused_by_the_owner(make_engine):

@@ -491,3 +491,18 @@ def test_a_mapping_in_the_making_keeps_nobody_waiting_but_its_own(make_engine, w
         slowly.go_on.set()
     wait_until(transfer.is_done, "the transfer has no end")
     wait_until(lambda: slowly.statistics()["mappings"] == 0, "a mapping is left")
+
+
+def test_the_rate_of_a_path_to_a_peer_that_is_gone_is_not_kept(make_engine):
+    near = make_engine("near", "held", extra={"held": (held := Held())})
+    far = make_engine("far", "held", extra={"held": Held()})
+    held.ends_on_abort = False
+    remote = near.connect(far.addresses[0]).region(far.allocate(MIB).ref)
+    transfer = near.read(near.allocate(MIB), WHOLE, remote, WHOLE)
+    (op,) = held.ops
+    op.began_at = near.clock.now() - 0.5
+    far.close()
+    wait_until(lambda: held.aborted, "the loss was not noticed")
+    held.end(op)
+    assert transfer.wait(5.0) == MIB
+    assert near.moves._paths._rates == {}

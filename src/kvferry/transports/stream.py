@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvferry.errors import AbortedError, KVFerryError, PeerLostError, ProtocolError
+from kvferry.errors import AbortedError, BusyError, KVFerryError, PeerLostError, ProtocolError
 from kvferry.memory.places import lend
 from kvferry.protocol import messages
 from kvferry.protocol.messages import Done, Failure, Move, Ready
@@ -32,6 +32,8 @@ from kvferry.transports.pool import LanePool
 
 log = logging.getLogger(__name__)
 
+SERVED_MAX = 256
+"""Lanes that one peer may have here: each takes a thread, and a staged one a ring as well."""
 
 _Key = tuple[bytes, bool]
 """A peer, and whether its lanes carry device memory, which wants larger rings."""
@@ -102,7 +104,8 @@ class StreamedTransport(Transport):
             sock.close()
             raise
         with self._lock:
-            if not self._closed:
+            served = sum(server.incarnation == hello.incarnation for server in self._servers)
+            if not self._closed and served < SERVED_MAX:
                 server = _Server(self, channel, hello.incarnation, hello.name)
                 try:
                     server.thread.start()
@@ -112,6 +115,8 @@ class StreamedTransport(Transport):
                 self._servers.add(server)
                 return
         channel.close()
+        if served >= SERVED_MAX:
+            raise BusyError(f"{served} lanes of this peer are served", fix="lower lanes_max there")
 
     def disconnect(self, incarnation: bytes) -> None:
         with self._lock:
