@@ -65,14 +65,20 @@ def wait_gone(pids, limit_s=5.0):
             os.close(pidfd)
 
 
+def children() -> set[int]:
+    """Other suites of the same run keep some of their own."""
+    text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return {int(pid) for pid in text.split()}
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_over():
     threads, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    before = children()
     yield
     assert set(threading.enumerate()) == threads
     assert set(os.listdir("/proc/self/fd")) == files
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    assert not [pid for pid in children if is_running(int(pid))]
+    assert not [pid for pid in children() - before if is_running(pid)]
 
 
 def test_it_starts_all_names_them_and_stops_them():

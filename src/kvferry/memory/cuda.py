@@ -15,6 +15,7 @@ import ctypes
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -197,7 +198,11 @@ class CudaDevice:
                 raise DeviceError("the device was closed with its engine")
             stuck, self._stuck = self._stuck, []
             for queue in stuck:
-                (self._idle if queue.is_idle() else self._stuck).append(queue)
+                if queue.is_idle():
+                    self._take_buffers(queue)
+                    self._idle.append(queue)
+                else:
+                    self._stuck.append(queue)
             return self._idle.pop() if self._idle else CudaQueue(self)
 
     def give(self, queue: CudaQueue) -> None:
@@ -208,11 +213,29 @@ class CudaDevice:
             if not landed:
                 self._stuck.append(queue)
                 return
+            freed = self._take_buffers(queue)
             keep = not self._closed and len(self._idle) < QUEUES_MAX
             if keep:
                 self._idle.append(queue)
         if not keep:
             queue.close()
+        self._free_pinned(freed)
+
+    def _take_buffers(self, queue: CudaQueue) -> list[int]:
+        """Have the buffers of a queue that has landed, under the lock; returns those to free."""
+        buffers, queue.buffers = queue.buffers, []
+        if not self._closed:
+            self._pinned_free += buffers
+            return []
+        for address in buffers:
+            del self._pinned[address]
+        return buffers
+
+    def _free_pinned(self, addresses: list[int]) -> None:
+        with suppress(DeviceError):
+            self.use()
+            for address in addresses:
+                self.driver.host_free(address)
 
     def pinned(self, nbytes: int) -> int:
         """The address of at least ``nbytes`` of pinned host memory, kept for the next user by
@@ -234,25 +257,23 @@ class CudaDevice:
                 self._pinned_free.append(address)
                 return
             del self._pinned[address]
-        with suppress(DeviceError):
-            self.use()
-            self.driver.host_free(address)
+        self._free_pinned([address])
 
     def close(self) -> None:
         """Give all queues back. Those with work that never landed are left to the driver."""
         with self._lock:
             self._closed = True
-            idle, self._idle = [*self._idle, *self._stuck], []
+            queues, self._idle, self._stuck = [*self._idle, *self._stuck], [], []
             free, self._pinned_free = self._pinned_free, []
             for address in free:
                 del self._pinned[address]
-        with suppress(DeviceError):
-            self.use()
-            for queue in idle:
-                if queue.is_idle():
-                    queue.close()
-            for address in free:
-                self.driver.host_free(address)
+            with suppress(DeviceError):
+                self.use()
+                for queue in queues:
+                    if queue.is_idle():
+                        free += self._take_buffers(queue)
+                        queue.close()
+        self._free_pinned(free)
 
 
 class CudaQueue:
@@ -267,6 +288,12 @@ class CudaQueue:
         self._flights = 0
         self._lists: list[_Arena] = []
         self._bounces: list[_Arena] = []
+        self.buffers: list[int] = []
+        """Pinned memory that copies of this queue may touch; it goes back with the queue."""
+
+    def mark(self) -> Flight:
+        """A flight that lands when everything before it has."""
+        return self._flight()
 
     def copy_spans(
         self,
@@ -491,13 +518,17 @@ class ResidentLists:
         device.use()
         self.where = device.driver.alloc(nbytes)
         self.lengths = 0 if self.length else self.where + 16 * self.count
-        host = device.pinned(nbytes)
-        words = np.ctypeslib.as_array((ctypes.c_uint64 * (nbytes // 8)).from_address(host))
-        np.concatenate(columns, out=words)
-        target, source = (np.array([at], np.uint64) for at in (self.where, host))
-        with device.queue() as queue:
-            queue.copy_spans(target, source, np.array([nbytes])).settle(UPLOAD_S)
-        device.give_pinned(host)
+        try:
+            with device.queue() as queue:
+                host = device.pinned(nbytes)
+                queue.buffers.append(host)
+                words = np.ctypeslib.as_array((ctypes.c_uint64 * (nbytes // 8)).from_address(host))
+                np.concatenate(columns, out=words)
+                target, source = (np.array([at], np.uint64) for at in (self.where, host))
+                queue.copy_spans(target, source, np.array([nbytes])).settle(UPLOAD_S)
+        except DeviceError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the memory back; the driver waits for copies that use it."""
@@ -515,6 +546,12 @@ class ResidentSpans:
         self._arrays = first, second, lengths, length
         self._lock = threading.Lock()
         self._lists: dict[str, ResidentLists] = {}
+        # Not at exit: the driver may be gone before us, and takes everything with it.
+        weakref.finalize(self, _close_all, self._lists).atexit = False
+
+    def is_on(self, uuid: str) -> bool:
+        """Whether a device has the lists already."""
+        return uuid in self._lists
 
     def on(self, device: CudaDevice) -> ResidentLists:
         """The lists on a device. Raises DeviceError."""
@@ -528,9 +565,12 @@ class ResidentSpans:
     def close(self) -> None:
         """Give the memory on devices back."""
         with self._lock:
-            for lists in self._lists.values():
-                lists.close()
-            self._lists.clear()
+            _close_all(self._lists)
+
+
+def _close_all(lists: dict[str, ResidentLists]) -> None:
+    while lists:
+        lists.popitem()[1].close()
 
 
 class DeviceBlock:

@@ -103,7 +103,6 @@ class DevicePlace:
     def __init__(self, device: CudaDevice, queue: CudaQueue) -> None:
         self._device = device
         self._queue = queue
-        self._buffers: list[int] = []
 
     def gather(self, target: int, sources: U64, lengths: I64) -> Landing:
         return self._queue.gather(target, sources, lengths)
@@ -122,16 +121,9 @@ class DevicePlace:
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         address = self._device.pinned(nbytes)
-        self._buffers.append(address)
+        # They go back with the queue: a late copy may still land in them.
+        self._queue.buffers.append(address)
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-
-    def close(self) -> None:
-        if not self._queue.is_idle():
-            # A late copy may still land in them, where the next user's bytes would be. They are
-            # left to the driver.
-            return
-        for address in self._buffers:
-            self._device.give_pinned(address)
 
 
 @contextmanager
@@ -142,11 +134,7 @@ def lend(devices: Devices, kind: str, device: str) -> Iterator[Place]:
         return
     opened = devices.device(device)
     with opened.queue() as queue:
-        place = DevicePlace(opened, queue)
-        try:
-            yield place
-        finally:
-            place.close()
+        yield DevicePlace(opened, queue)
 
 
 def settle(landings: list[Landing]) -> None:

@@ -63,6 +63,10 @@ def side_of(trail: Plain) -> str:
     return role if name == role or not name else f"{role} {name}"
 
 
+ROUNDING_S = 1e-6
+"""Bounds that meet may miss each other by so much, because they are sums of floats."""
+
+
 def merge(trails: Sequence[Plain]) -> Timeline:
     """All events of all trails, aligned by what caused what."""
     trails = sorted(trails, key=lambda trail: _ORDER.get(str(trail.get("kind")), 9))
@@ -75,7 +79,7 @@ def merge(trails: Sequence[Plain]) -> Timeline:
         (low, high), trail = min(bounds, key=lambda each: _slack(*each[0]))
         if _slack(low, high) == math.inf and not (math.isfinite(low) or math.isfinite(high)):
             break
-        if low > high:
+        if low > high + ROUNDING_S:
             break
         at, note = _place(low, high)
         notes.append(f"{side_of(trail)}: {note}")

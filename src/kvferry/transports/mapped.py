@@ -19,6 +19,7 @@ import numpy as np
 from kvferry.errors import (
     AbortedError,
     DeadlineError,
+    DeviceError,
     KVFerryError,
     PeerLostError,
     RegistrationError,
@@ -107,7 +108,9 @@ class MappedTransport(Transport):
         else:
             # The device does the work, so that beginning it takes no longer than a hand-over.
             move = self._take_off
-            is_short = op.resident is not None or op.lengths.size <= INLINE_SPANS_MAX
+            is_short = op.lengths.size <= INLINE_SPANS_MAX
+            if op.resident is not None:
+                is_short = op.resident.is_on(op.local.device)
         if is_short and is_mapped:
             move(op)
             return
@@ -203,12 +206,17 @@ class MappedTransport(Transport):
                 device = services.devices.device(op.local.device)
                 queue = device.take()
                 op.began_at = services.clock.now()
+                failed: DeviceError | None = None
                 try:
-                    flight = begin_on_device(op, mapping.address, queue)
+                    try:
+                        flight = begin_on_device(op, mapping.address, queue)
+                    except DeviceError as failure:
+                        # A part of it may have been begun, which writes until it lands.
+                        failed, flight = failure, queue.mark()
                 except BaseException:
                     device.give(queue)
                     raise
-            landed = partial(self._landed, op, mapping)
+            landed = partial(self._landed, op, mapping, failed)
             self._flights.add(Airborne(device, queue, flight, landed))
             return
         except KVFerryError as failure:
@@ -216,12 +224,20 @@ class MappedTransport(Transport):
         except Exception as failure:
             log.exception("a copy was not begun; this is a bug in kvferry or in a transport")
             error = AbortedError(f"internal error: {failure}")
-        self._landed(op, mapping, error)
+        self._landed(op, mapping, error, None)
 
-    def _landed(self, op: Operation, mapping: Mapping | None, error: KVFerryError | None) -> None:
-        """A device touches the memory of an operation no more."""
+    def _landed(
+        self,
+        op: Operation,
+        mapping: Mapping | None,
+        failed: KVFerryError | None,
+        later: KVFerryError | None,
+    ) -> None:
+        """A device touches the memory of an operation no more. ``failed``: why it was not begun,
+        ``later``: why it did not end well."""
         services = self._services
         assert services is not None
+        error = failed or later
         if error is not None:
             error.located(peer=op.peer.name, path=f"{self.name}/{op.path}", stage="move")
         if mapping is not None:
@@ -277,12 +293,20 @@ class MappedTransport(Transport):
         return mapping
 
     def _exit(self, mapping: Mapping) -> None:
-        mapping.exit()
+        """The end of :meth:`_enter`. Never raises: the operation must end whatever happens here."""
+        self._guarded(mapping.exit)
         with self._lock:
             mapping.users -= 1
             gone = mapping.doomed and mapping.users == 0
         if gone:
-            mapping.release()
+            self._guarded(mapping.release)
+
+    @staticmethod
+    def _guarded(let_go: Callable[[], None]) -> None:
+        try:
+            let_go()
+        except Exception:
+            log.exception("a mapping was not let go; this is a bug in kvferry or in a transport")
 
     def _leave(self, op: Operation) -> None:
         with self._lock:

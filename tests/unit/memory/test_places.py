@@ -121,5 +121,4 @@ def test_settling_waits_for_a_busy_device_and_its_buffers_are_not_lent_meanwhile
     fake.late = 0
     assert settled.wait(5.0)
     thread.join()
-    fake.host_free(buffer.ctypes.data)
     fake.free(address)

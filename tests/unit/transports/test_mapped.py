@@ -146,3 +146,19 @@ def test_a_bug_in_a_transport_ends_the_transfer(make_engine, caplog):
     with pytest.raises(AbortedError, match="internal error: a bug"):
         transfer.wait(5.0)
     assert "a copy failed" in caplog.text
+
+
+class BrokenRelease(ShmTransport):
+    def map(self, remote, *, writable):
+        mapping = super().map(remote, writable=writable)
+        mapping.exit = lambda: 1 / 0
+        return mapping
+
+
+def test_a_mapping_that_cannot_be_let_go_still_ends_its_transfer(make_engine, caplog):
+    near = make_engine("near", "shm", extra={"shm": BrokenRelease()})
+    far = make_engine("far", "shm")
+    peer, owned = near.connect(far.addresses[0]), far.allocate(4096)
+    whole = Spans.whole(4096)
+    assert near.read(near.allocate(4096), whole, peer.region(owned.ref), whole).wait(5.0) == 4096
+    assert "was not let go" in caplog.text
