@@ -119,9 +119,11 @@ class Engine:
             for transport in self._transports.values():
                 transport.open(self)
                 opened.append(transport)
+            self._movers.start()
             self.loop.start()
         except BaseException:
             self._closed = True
+            self._movers.close()
             self.connections.close()
             for transport in opened:
                 transport.close()

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvferry.errors import BusyError, ClosedError
 
@@ -13,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Movers:
-    """At most ``threads`` threads, started when there is work, fed from one bounded queue.
+    """At most ``threads`` threads, started with work or before it, fed from one bounded queue.
 
     A queue of our own instead of concurrent.futures, whose hand-over costs three times as much.
     """
@@ -27,6 +28,18 @@ class Movers:
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
+
+    def start(self) -> None:
+        """Start all threads now, so that their number does not depend on what happened before.
+
+        Those that the system refuses are started when there is work, or refused then.
+        """
+        with self._lock, suppress(BusyError):
+            while len(self._threads) < self._threads_max:
+                before = len(self._threads)
+                self._start_thread()
+                if len(self._threads) == before:
+                    return
 
     def run(self, work: Callable[[], None]) -> None:
         """Do ``work`` soon. Never blocks. Raises BusyError when too much waits."""

@@ -38,6 +38,24 @@ def test_threads_start_with_work_and_never_more_than_allowed(make_movers):
     assert all(done.acquire(timeout=5.0) for _ in range(10))
 
 
+def test_all_threads_can_be_started_before_there_is_work(make_movers, monkeypatch):
+    make_movers(threads=3).start()
+    assert len(names()) == 3
+    movers = make_movers(threads=2)
+
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        movers.start()
+        with pytest.raises(BusyError, match="no thread can be started"):
+            movers.run(lambda: None)
+    done = threading.Event()
+    movers.run(done.set)
+    assert done.wait(5.0)
+
+
 def test_the_queue_is_bounded(make_movers):
     movers, go, began = make_movers(threads=1, waiting_max=2), threading.Event(), threading.Event()
     movers.run(lambda: (began.set(), go.wait(5.0)))
