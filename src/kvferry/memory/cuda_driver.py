@@ -275,12 +275,17 @@ class BoundDriver:
         address = self._call("cuMemAddressReserve", nbytes, 0, 0, 0)
         try:
             self._call("cuMemMap", address, nbytes, 0, handle, 0)
-            access = cu.CUmemAccessDesc()
-            access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            access.location.id = ordinal
-            access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            allowed = []
+            for other in range(self._call("cuDeviceGetCount")):
+                # Virtual memory knows no peer contexts: each device is let at it by name.
+                if other == ordinal or self.can_access_peer(other, ordinal):
+                    access = cu.CUmemAccessDesc()
+                    access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+                    access.location.id = other
+                    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                    allowed.append(access)
             try:
-                self._call("cuMemSetAccess", address, nbytes, [access], 1)
+                self._call("cuMemSetAccess", address, nbytes, allowed, len(allowed))
             except DeviceError:
                 self._call("cuMemUnmap", address, nbytes)
                 raise

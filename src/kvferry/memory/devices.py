@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from kvferry.errors import DeviceError
+from kvferry.errors import DeviceError, RegistrationError
 from kvferry.memory.cuda import CudaDevice
 from kvferry.memory.cuda_driver import CudaDriver, DeviceFacts, PointerFacts
 
@@ -29,6 +29,7 @@ class Devices:
         self._driver: CudaDriver | None = None
         self._facts: dict[str, DeviceFacts] = {}
         self._open: dict[str, CudaDevice] = {}
+        self._allowed: set[tuple[str, str]] = set()
         self._why = ""
 
     def missing(self) -> str:
@@ -98,6 +99,26 @@ class Devices:
         if a != b and not self._driver.can_access_peer(a, b):
             return f"the driver allows no peer access from {uuid} to {other}"
         return ""
+
+    def allow(self, uuid: str, other: str) -> None:
+        """Let kernels on the first device touch memory of the other one, once per pair.
+
+        Raises RegistrationError where the driver refuses, DeviceError for a device not seen here.
+        """
+        if uuid == other or (uuid, other) in self._allowed:
+            return
+        here, there = self.device(uuid), self.device(other)
+        there.use()
+        here.use()
+        try:
+            here.driver.enable_peer(there.facts.ordinal)
+        except DeviceError as error:
+            raise RegistrationError(
+                f"{uuid} is not let at the memory of {other}: {error.message}",
+                stage="map",
+                fix="allow 'staged' as well, which needs no peer access",
+            ) from error
+        self._allowed.add((uuid, other))
 
     @contextmanager
     def undisturbed(self, *, load: bool = False) -> Iterator[None]:

@@ -76,6 +76,7 @@ class FakeCuda:
             )
             for i in range(count)
         )
+        self._enabled: set[tuple[int, int]] = set()
         self._lock = threading.RLock()
         self._current = threading.local()
         self._allocations: dict[int, _Allocation] = {}
@@ -131,6 +132,7 @@ class FakeCuda:
         self._may("enable_peer")
         if not self.peers:
             raise DeviceError("peer access is not supported between these devices")
+        self._enabled.add((self._here(), peer))
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -260,6 +262,10 @@ class FakeCuda:
             lengths = np.full(count, length)
             if sizes:
                 lengths = self.view(sizes, 8 * count).view(np.int64)
+            for address in (int(target[0]), int(source[0])):
+                owner = self._owner(address)
+                if owner not in (None, stream.ordinal, *self._reachable(stream.ordinal)):
+                    raise DeviceError("the device failed while copying: illegal address")
             # What a kernel would leave out, because it was launched for too few parts.
             self._move(stream, target, source, np.minimum(lengths, parts * part))
 
@@ -286,6 +292,9 @@ class FakeCuda:
             if item.address <= address < item.address + item.nbytes:
                 return item.ordinal
         return None
+
+    def _reachable(self, ordinal: int) -> list[int]:
+        return [peer for here, peer in self._enabled if here == ordinal]
 
     def _here(self) -> int:
         ordinal = self.current()

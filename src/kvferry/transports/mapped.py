@@ -203,6 +203,7 @@ class MappedTransport(Transport):
             self._check(op, services)
             self._flights.start()
             with services.devices.undisturbed():
+                services.devices.allow(op.local.device, op.remote.device)
                 device = services.devices.device(op.local.device)
                 queue = device.take()
                 op.began_at = services.clock.now()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from kvferry.errors import DeviceError
+from kvferry.errors import DeviceError, RegistrationError
 from kvferry.memory.devices import Devices
 from kvferry.testing.cuda import FakeCuda
 
@@ -84,3 +85,28 @@ def test_a_driver_without_devices_is_a_reason_too():
     assert "sees no GPU" in devices.missing()
     with pytest.raises(DeviceError, match="sees no GPU"):
         devices.around(4096)
+
+
+def test_kernels_reach_another_device_only_when_they_were_let(devices, fake):
+    a, b = (facts.uuid for facts in fake.facts)
+    fake.use(1)
+    there = fake.alloc(4096)
+    fake.use(0)
+    here = fake.alloc(4096)
+    one = np.array([100])
+
+    def copy():
+        with devices.device(a).queue() as queue:
+            lists = np.array([here], np.uint64), np.array([there], np.uint64), one
+            queue.copy_spans(*lists).wait(lambda: None)
+
+    with pytest.raises(DeviceError, match="illegal address"):
+        copy()
+    devices.allow(a, b)
+    devices.allow(a, a)
+    copy()
+    fake.peers = False
+    with pytest.raises(RegistrationError, match="is not let at the memory"):
+        devices.allow(b, a)
+    fake.free(here)
+    fake.free(there)
